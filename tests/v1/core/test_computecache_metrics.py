@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy's own Prometheus endpoint, over real sockets on 127.0.0.1."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+MODULE = Path(__file__).parents[3] / "vllm/v1/core/computecache_metrics.py"
+
+
+def load_module():
+    """A fresh copy, so that each test has its own process-wide endpoint."""
+    spec = importlib.util.spec_from_file_location("computecache_metrics", MODULE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def metrics():
+    return load_module()
+
+
+@pytest.fixture
+def endpoint(metrics):
+    """start(collector, ...) -> server; every server is closed at the end."""
+    servers = []
+
+    def start(*args, **kwargs):
+        servers.append(metrics.start_endpoint(*args, **kwargs))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def make_policy(mode="active", **counts):
+    names = ["decisions", "reordered_decisions", "inspected_blocks", "fallbacks", "protected_hits"]
+    names += [f"victims_{c}" for c in ("unhashed", "never_reused", "reused", "protected")]
+    return SimpleNamespace(
+        settings=SimpleNamespace(
+            mode=mode,
+            scan_limit=64,
+            reuse_weight=64,
+            depth_weight=1,
+            age_weight=1,
+            quick_demote_penalty=4096,
+            log_every=256,
+        ),
+        counters=SimpleNamespace(**dict.fromkeys(names, 0) | counts),
+    )
+
+
+def free_port_range() -> int:
+    """The first of 16 ports that are free now."""
+    for base in range(20000, 30000, 16):
+        if all(is_free(port) for port in range(base, base + 16)):
+            return base
+    raise AssertionError("no 16 free ports in a row")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def scrape(port: int, accept: str = "*/*") -> httpx.Response:
+    response = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    response.raise_for_status()
+    return response
+
+
+def samples(port: int) -> dict:
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in text_string_to_metric_families(scrape(port).text)
+        for s in family.samples
+    }
+
+
+def value(port: int, name: str, **labels) -> float:
+    labels = {"engine": "0", "pool": "0"} | labels
+    return samples(port)[f"vllm:computecache_{name}", tuple(sorted(labels.items()))]
+
+
+def test_every_counter_is_served_under_its_name_and_class(metrics, endpoint):
+    counts = {
+        "decisions": 11,
+        "reordered_decisions": 7,
+        "inspected_blocks": 300,
+        "fallbacks": 1,
+        "protected_hits": 5,
+        "victims_unhashed": 21,
+        "victims_never_reused": 22,
+        "victims_reused": 23,
+        "victims_protected": 24,
+    }
+    collector = metrics.PolicyCollector("0")
+    collector.policies.append(make_policy(**counts))
+    port = endpoint(collector, "127.0.0.1", free_port_range()).server_port
+
+    for name, count in counts.items():
+        if name.startswith("victims_"):
+            assert value(port, "victims_total", **{"class": name[len("victims_") :]}) == count
+        else:
+            assert value(port, f"{name}_total") == count
+    info = value(
+        port,
+        "info",
+        mode="active",
+        scan_limit="64",
+        reuse_weight="64",
+        depth_weight="1",
+        age_weight="1",
+        quick_demote_penalty="4096",
+        log_every="256",
+    )
+    assert info == 1
+
+
+def test_values_are_read_at_scrape_time(metrics, endpoint):
+    policy = make_policy(decisions=1)
+    collector = metrics.PolicyCollector("0")
+    collector.policies.append(policy)
+    port = endpoint(collector, "127.0.0.1", free_port_range()).server_port
+    assert value(port, "decisions_total") == 1
+    policy.counters.decisions = 2**40
+    assert value(port, "decisions_total") == 2**40
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;"
+        "q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,"
+        "text/plain;version=1.0.0;escaping=underscores;q=0.4,*/*;q=0.2",
+        "*/*",
+    ],
+    ids=["Prometheus 2", "Prometheus 3 with underscore escaping", "curl"],
+)
+def test_names_keep_their_colon_whatever_the_client_prefers(metrics, endpoint, accept):
+    collector = metrics.PolicyCollector("0")
+    collector.policies.append(make_policy(fallbacks=3))
+    port = endpoint(collector, "127.0.0.1", free_port_range()).server_port
+    response = scrape(port, accept)
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'vllm:computecache_fallbacks_total{engine="0",pool="0"} 3.0' in response.text
+
+
+def test_taken_port_moves_on_and_says_so(metrics, endpoint, caplog):
+    base = free_port_range()
+    with socket.create_server(("127.0.0.1", base)):
+        server = endpoint(metrics.PolicyCollector("0"), "127.0.0.1", base)
+    assert server.server_port == base + 1
+    assert f"port {base} is taken" in caplog.text
+
+
+def test_second_engine_never_shares_the_first_ones_port(metrics, endpoint):
+    base = free_port_range()
+    first = endpoint(metrics.PolicyCollector("0"), "127.0.0.1", base)
+    second = endpoint(metrics.PolicyCollector("0"), "127.0.0.1", base)
+    assert (first.server_port, second.server_port) == (base, base + 1)
+
+
+def test_rank_chooses_the_port_and_wraps_round(metrics, endpoint):
+    base = free_port_range()
+    for rank in (1, 17):
+        server = endpoint(metrics.PolicyCollector(str(rank)), "127.0.0.1", base, rank)
+        assert server.server_port == base + rank % 16 + (rank == 17)
+
+
+def test_sixteen_taken_ports_are_an_error_that_names_the_remedy(metrics, endpoint):
+    base = free_port_range()
+    with contextlib.ExitStack() as taken:
+        for port in range(base, base + 16):
+            taken.enter_context(socket.create_server(("127.0.0.1", port)))
+        with pytest.raises(OSError, match=r"all taken: set COMPUTECACHE_METRICS_PORT"):
+            metrics.start_endpoint(metrics.PolicyCollector("0"), "127.0.0.1", base)
+
+
+def test_unset_or_blank_port_binds_nothing(metrics):
+    for environ in ({}, {"COMPUTECACHE_METRICS_PORT": " "}):
+        metrics.serve_policy(make_policy(), environ)
+    assert metrics._collector is None
+
+
+@pytest.mark.parametrize("text", ["0", "65521", "80a", "-1", "8001.0"])
+def test_malformed_port_is_named_in_the_error(metrics, text):
+    with pytest.raises(ValueError, match=rf"COMPUTECACHE_METRICS_PORT='{text}'"):
+        metrics.serve_policy(make_policy(), {"COMPUTECACHE_METRICS_PORT": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("EngineCore", 0), ("EngineCore_DP0", 0), ("EngineCore_DP12", 12), ("MainProcess", 0)],
+)
+def test_engine_rank_from_the_process_name(metrics, name, rank):
+    assert metrics.engine_rank(name) == rank
+
+
+SEVERAL_POLICIES = """
+import importlib.util, json, multiprocessing, os, sys, urllib.request
+from types import SimpleNamespace
+spec = importlib.util.spec_from_file_location("computecache_metrics", sys.argv[1])
+metrics = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(metrics)
+multiprocessing.current_process().name = "EngineCore_DP1"
+for mode in ("active", "lru"):
+    policy = json.loads(sys.argv[2], object_hook=lambda d: SimpleNamespace(**d))
+    policy.settings.mode = mode
+    metrics.serve_policy(policy)
+port = int(os.environ["COMPUTECACHE_METRICS_PORT"]) + 1
+print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+"""
+
+
+def test_one_endpoint_for_all_policies_of_an_engine_in_multiprocess_mode(tmp_path):
+    """Two pools in EngineCore_DP1, with the environment vLLM sets for itself.
+
+    The process must also end by itself: the endpoint's thread is a daemon.
+    """
+    policy = json.dumps(make_policy(), default=vars)
+    result = subprocess.run(
+        [sys.executable, "-c", SEVERAL_POLICIES, str(MODULE), policy],
+        env=os.environ
+        | {
+            "COMPUTECACHE_METRICS_PORT": str(free_port_range()),
+            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    families = {f.name: f for f in text_string_to_metric_families(result.stdout)}
+    modes = {
+        (s.labels["engine"], s.labels["pool"]): s.labels["mode"]
+        for s in families["vllm:computecache_info"].samples
+    }
+    assert modes == {("1", "0"): "active", ("1", "1"): "lru"}
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus endpoint for the ComputeCache policies of one engine process.
+
+A policy counts in plain integers. The collector here reads them when Prometheus
+asks, so a decision costs the same with and without the endpoint. It has a
+registry of its own: vLLM's `/metrics` lives in another process, and
+`PROMETHEUS_MULTIPROC_DIR` (which switches prometheus_client metrics to files)
+has no effect on a custom collector.
+"""
+
+import errno
+import logging
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from socket import AF_INET6
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "vllm:computecache"
+PORTS_TRIED = 16
+SETTINGS = (
+    "mode",
+    "scan_limit",
+    "reuse_weight",
+    "depth_weight",
+    "age_weight",
+    "quick_demote_penalty",
+    "log_every",
+)
+COUNTERS = {
+    "decisions": "Allocations for which the policy was asked to choose victims.",
+    "reordered_decisions": "Decisions whose victims differ from LRU's.",
+    "inspected_blocks": "Free-queue blocks looked at while choosing.",
+    "fallbacks": "Decisions left to LRU because of an unexpected state or an error.",
+    "protected_hits": "Prefix hits on blocks that LRU would already have evicted.",
+}
+VICTIM_CLASSES = ("unhashed", "never_reused", "reused", "protected")
+
+
+class PolicyCollector(Collector):
+    """Turns the counters of several policies into metric families, when scraped.
+
+    `pool` numbers the policies in the order in which they were added: the
+    scheduler's own block pool is "0", an offload connector's pool comes later.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.policies: list[Any] = []
+
+    def collect(self) -> Iterator[Metric]:
+        pools = [([self.engine, str(i)], policy) for i, policy in enumerate(self.policies)]
+        labels = ("engine", "pool")
+
+        info = GaugeMetricFamily(
+            f"{PREFIX}_info",
+            "Settings in force (always 1).",
+            labels=(*labels, *SETTINGS),
+        )
+        for pool, policy in pools:
+            info.add_metric([*pool, *(str(getattr(policy.settings, s)) for s in SETTINGS)], 1)
+        yield info
+
+        for name, documentation in COUNTERS.items():
+            counter = CounterMetricFamily(f"{PREFIX}_{name}", documentation, labels=labels)
+            for pool, policy in pools:
+                counter.add_metric(pool, getattr(policy.counters, name))
+            yield counter
+
+        victims = CounterMetricFamily(
+            f"{PREFIX}_victims",
+            "Blocks handed out by the policy's decisions, by class.",
+            labels=(*labels, "class"),
+        )
+        for pool, policy in pools:
+            for name in VICTIM_CLASSES:
+                victims.add_metric([*pool, name], getattr(policy.counters, f"victims_{name}"))
+        yield victims
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    # Two engines on one port would answer scrapes in turn, each with its own counters.
+    allow_reuse_port = False
+
+
+class _Server6(_Server):
+    address_family = AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10  # seconds; a silent client gives its thread back
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not worth a log line each."""
+
+
+def start_endpoint(collector: PolicyCollector, host: str, port: int, rank: int = 0) -> WSGIServer:
+    """Serve `collector` from a daemon thread and return the running server.
+
+    Rank r of a data-parallel deployment starts at `port + r`; a taken port moves
+    on to the next one, within `port .. port + 15`. The port in use is
+    `server.server_port`.
+
+    Raises:
+        OSError: `host` cannot be bound, or all 16 ports are taken.
+    """
+    registry = CollectorRegistry()
+    registry.register(collector)
+    server = _bind(host, port, rank)
+    server.set_app(_plain_text(make_wsgi_app(registry)))
+    threading.Thread(target=server.serve_forever, name="computecache-metrics", daemon=True).start()
+    return server
+
+
+def _plain_text(app: Callable) -> Callable:
+    """Leave the format to the server: plain text, whatever the client prefers.
+
+    In an OpenMetrics answer prometheus_client may write `vllm_` for `vllm:`,
+    which depends on its version and on Prometheus's, and no query would match.
+    """
+
+    def answer(environ, start_response):
+        environ.pop("HTTP_ACCEPT", None)
+        return app(environ, start_response)
+
+    return answer
+
+
+def _bind(host: str, port: int, rank: int) -> WSGIServer:
+    server_class = _Server6 if ":" in host else _Server
+    for step in range(PORTS_TRIED):
+        candidate = port + (rank + step) % PORTS_TRIED
+        try:
+            return server_class((host, candidate), _Handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            logger.warning("ComputeCache metrics: port %d is taken, trying the next", candidate)
+    raise OSError(
+        f"ports {port}..{port + PORTS_TRIED - 1} on {host} are all taken: "
+        "set COMPUTECACHE_METRICS_PORT to a free range"
+    )
+
+
+def engine_rank(process_name: str) -> int:
+    """Data-parallel rank in an engine process's name ("EngineCore_DP3"), 0 without one."""
+    match = re.search(r"_DP(\d+)$", process_name)
+    return int(match[1]) if match else 0
+
+
+def metrics_port(value: str) -> int:
+    """Parse COMPUTECACHE_METRICS_PORT.
+
+    Raises:
+        ValueError: not a whole number that leaves room for 15 more ports.
+    """
+    highest = 65536 - PORTS_TRIED
+    if value.strip().isdecimal() and 1 <= int(value) <= highest:
+        return int(value)
+    raise ValueError(
+        f"COMPUTECACHE_METRICS_PORT={value!r}: give a port from 1 to {highest}, "
+        "or leave it unset to serve no policy metrics"
+    )
+
+
+_lock = threading.Lock()
+_collector: PolicyCollector | None = None
+
+
+def serve_policy(policy: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Add `policy` to this process's endpoint; the first call starts the endpoint.
+
+    `policy` needs the attributes `settings` and `counters`. It stays listed for
+    the life of the process. Nothing is bound unless COMPUTECACHE_METRICS_PORT is
+    set; COMPUTECACHE_METRICS_HOST (default 127.0.0.1) is the address.
+
+    Raises:
+        ValueError, OSError: the port is malformed or nothing can be bound. The
+            caller logs it and serves without policy metrics.
+    """
+    global _collector
+    value = environ.get("COMPUTECACHE_METRICS_PORT", "")
+    if not value.strip():
+        return
+    with _lock:
+        if _collector is None:
+            rank = engine_rank(multiprocessing.current_process().name)
+            collector = PolicyCollector(engine=str(rank))
+            host = environ.get("COMPUTECACHE_METRICS_HOST", "").strip() or "127.0.0.1"
+            server = start_endpoint(collector, host, metrics_port(value), rank)
+            logger.info(
+                "ComputeCache metrics of engine %d: http://%s:%d/metrics",
+                rank,
+                host,
+                server.server_port,
+            )
+            _collector = collector
+        _collector.policies.append(policy)
