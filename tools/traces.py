@@ -10,6 +10,8 @@ that the prompt does not fill is dropped: vLLM caches full blocks only.
 import gzip
 import json
 import math
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,3 +125,16 @@ def half_of(trace: Trace, half: str) -> Trace:
         return trace
     part = trace.requests[:middle] if half == "first" else trace.requests[middle:]
     return trace_from_chains(trace.name, part)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
