@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM server on this machine's CPU, as a context manager.
+
+It binds 127.0.0.1 only, serves the model of make_model.py from a small block pool, and
+writes its log to a file. Leaving the context stops every process it started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+READY_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 20
+SERVED_MODEL = "computecache-tiny"
+
+
+class ServerError(RuntimeError):
+    """The server could not be started, or died; the message ends with its log's last lines."""
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nothing is bound to now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stop_group(group_id: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """End a process group: TERM, at most `timeout_s` seconds, then KILL. Gone already is fine."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(group_id, number)
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline:
+                os.killpg(group_id, 0)
+                time.sleep(0.05)
+        except ProcessLookupError:
+            return
+
+
+class EmbeddedServer:
+    """One `python -m vllm.entrypoints.openai.api_server` process group.
+
+    `mode` and `scan_limit` become COMPUTECACHE_MODE and COMPUTECACHE_SCAN_LIMIT; with
+    `mode` None neither they nor the policy's metrics are set (an unpatched server).
+    `blocks` of `block_size` tokens are the whole prefix cache. `env` and `args` are added last.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        mode: str | None,
+        log: Path,
+        *,
+        scan_limit: int = 64,
+        blocks: int = 64,
+        block_size: int = 32,
+        max_model_len: int = 1024,
+        env: dict[str, str] | None = None,
+        args: tuple[str, ...] = (),
+    ) -> None:
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.base_url = f"http://127.0.0.1:{(port := free_port())}"
+        metrics_port = free_port()
+        self.policy_metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+        self.ready_s: float | None = None
+        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")} | {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cpus,
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if mode is not None:
+            self._env |= {
+                "COMPUTECACHE_MODE": mode,
+                "COMPUTECACHE_SCAN_LIMIT": str(scan_limit),
+                "COMPUTECACHE_METRICS_PORT": str(metrics_port),
+            }
+        self._env |= env or {}
+        self.command = [
+            *(("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()),
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--model", str(model), "--served-model-name", SERVED_MODEL),
+            *("--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", str(max_model_len), "--max-num-seqs", "16"),
+            *("--block-size", str(block_size), "--num-gpu-blocks-override", str(blocks)),
+            *("--enable-prefix-caching", "--kv-cache-metrics", "--enable-prompt-tokens-details"),
+            *args,
+        ]
+
+    def __enter__(self) -> EmbeddedServer:
+        if importlib.util.find_spec("vllm") is None:
+            raise ServerError(f"{sys.executable} has no vllm: run `bash scripts/setup_env.sh`")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        # A folder of its own: the repository's vllm/ must not be on the import path.
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=self.log.parent,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(started + READY_TIMEOUT_S)
+        except BaseException:
+            self.stop()
+            raise
+        self.ready_s = round(time.monotonic() - started, 1)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the server's first process ended with (negative: the signal), None while it runs."""
+        return self.process.poll() if self.process else None
+
+    def stop(self) -> None:
+        """End every process of the server; TERM first, so that it closes its engine itself."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        stop_group(self.process.pid)
+
+    def log_tail(self, lines: int = 25) -> str:
+        """Return the last lines of the server's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if self.exit_code is not None:
+                raise ServerError(f"the server ended with {self.exit_code}:\n{self.log_tail()}")
+            try:
+                if httpx.get(f"{self.base_url}/health", timeout=2).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        raise ServerError(f"no answer within {READY_TIMEOUT_S} s:\n{self.log_tail()}")

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Press one server's prefix cache and report what survived, as one JSON on stdout.
+
+The default shape warms one hot prefix, floods the cache with one-use prompts and replays the
+hot prefix. Mode and scan limit are what the server itself reports.
+
+Exit 0: every request was answered. 1: a request failed. 2: could not tell (no such server,
+counters missing, reset or moved by other traffic, prompts that do not fit, bad usage).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import shapes
+from server_metrics import UNPATCHED, MetricsError, fetch, policy_state
+from workload import (
+    Client,
+    Prompts,
+    Request,
+    Result,
+    WorkloadError,
+    check_plan,
+    read_api_key,
+    run_plan,
+)
+
+PERCENTILES = (50, 95, 99)
+
+
+def read_policy(urls: list[str], expect_unpatched: bool = False) -> dict:
+    """Return the policy's state as server_metrics.policy_state does; mode "unpatched" if expected.
+
+    Several engines have an endpoint each: give all their addresses.
+
+    Raises MetricsError when the endpoint is absent though the server should be patched, or present
+    though it should not be.
+    """
+    try:
+        state = policy_state("\n".join(map(fetch, urls)))
+    except MetricsError as error:
+        if expect_unpatched:
+            return {"mode": UNPATCHED, "settings": {}, "counters": {}, "pools": 0}
+        raise MetricsError(
+            f"{error}\nremedy: start the patched server with COMPUTECACHE_METRICS_PORT and give "
+            "its address as --policy-metrics-url, or say --expect-unpatched"
+        ) from error
+    if expect_unpatched:
+        raise MetricsError(f"--expect-unpatched, but {urls[0]} reports mode {state['mode']}")
+    return state
+
+
+def make_plan(
+    options: argparse.Namespace, pool: list[int], max_model_len: int
+) -> tuple[list[Request], int]:
+    """Build the plan that the options name; returns it and the trace requests that are too long."""
+    prompts = Prompts(pool, options.seed)
+    gaps = shapes.poisson_gaps(options.arrivals, str(options.seed))
+    left_out = 0
+    if options.shape == "pressure":
+        plan = shapes.pressure(
+            prompts,
+            hot_tokens=options.hot_tokens,
+            flood_tokens=options.flood_tokens,
+            flood_requests=options.flood_requests,
+            replay_every=options.replay_every,
+            warm_requests=options.warm_requests,
+            repetitions=options.repetitions,
+            control_requests=options.control_requests,
+            survival_gaps=options.survival,
+            max_tokens=options.max_tokens,
+            gaps=gaps,
+        )
+    elif options.shape == "zipf":
+        plan = shapes.zipf(
+            prompts,
+            str(options.seed),
+            prefixes=options.prefixes,
+            prefix_tokens=options.hot_tokens,
+            question_tokens=options.turn_tokens,
+            flood_tokens=options.flood_tokens,
+            requests=options.max_requests or 200,
+            exponent=options.zipf_exponent,
+            hot_share=options.hot_share,
+            max_tokens=options.max_tokens,
+            gaps=gaps,
+        )
+    elif options.shape == "sessions":
+        plan = shapes.sessions(
+            prompts,
+            count=options.prefixes,
+            turns=options.turns,
+            first_tokens=options.hot_tokens,
+            turn_tokens=options.turn_tokens,
+            think_s=options.think_s,
+            max_tokens=options.max_tokens,
+            gaps=gaps,
+        )
+    else:
+        if options.trace is None:
+            raise WorkloadError("--shape trace needs --trace FILE")
+        plan, left_out = shapes.trace(
+            prompts,
+            shapes.read_trace(options.trace),
+            block_tokens=options.trace_block_tokens,
+            speed=options.trace_speed,
+            max_model_len=max_model_len,
+            max_tokens=options.max_tokens,
+            max_requests=options.max_requests,
+        )
+    if not plan:
+        raise WorkloadError("the plan holds no request: ask for more, or shorter ones")
+    check_plan(plan, max_model_len)
+    return plan[: options.max_requests], left_out
+
+
+def percentiles(samples_ms: list[float]) -> dict:
+    """Return p50, p95 and p99 in ms and the number of samples; nulls when there is none."""
+    if not samples_ms:
+        return {**{f"p{p}": None for p in PERCENTILES}, "samples": 0}
+    values = np.percentile(samples_ms, PERCENTILES)
+    shown = {f"p{p}": round(float(v), 3) for p, v in zip(PERCENTILES, values, strict=True)}
+    return {**shown, "samples": len(samples_ms)}
+
+
+def summarize(results: list[Result], planned: int) -> dict:
+    """Return what the requests show, by kind: TTFT, cached tokens, failures, hot replays."""
+    good = [r for r in results if r.error is None]
+    kinds = dict.fromkeys(r.request.kind for r in results)
+
+    def of(*names: str) -> list[Result]:
+        return [r for r in good if r.request.kind in names]
+
+    warm = [r.cached_tokens for r in of("warm")]
+    replays = [
+        {
+            "kind": r.request.kind,
+            "repetition": r.request.tag.get("repetition"),
+            "flood_requests": r.request.tag["flood_requests"],
+            "cached_tokens": r.cached_tokens,
+            "ttft_ms": round(r.ttft_ms, 3),
+        }
+        for r in of("hot_replay", "partial_replay", "survival_replay")
+    ]
+    kept = [r.cached_tokens for r in of("hot_replay") if r.cached_tokens is not None]
+    post_flood = min(kept) if kept else None
+    return {
+        "warm_prefix_cached_tokens": warm[-1] if warm else None,
+        "post_flood_cached_tokens": post_flood,
+        "hot_prefix_preserved": bool(warm and warm[-1] and post_flood == warm[-1]),
+        "replays": replays,
+        "requests": {
+            "planned": planned,
+            "sent": len(results),
+            "failed": len(results) - len(good),
+        },
+        "failures": [
+            {"kind": r.request.kind, "index": i, "error": r.error}
+            for i, r in enumerate(results)
+            if r.error is not None
+        ],
+        "ttft_ms": {kind: percentiles([r.ttft_ms for r in of(kind)]) for kind in kinds},
+        "tokens": {
+            kind: {
+                "prompt": sum(len(r.request.prompt) for r in of(kind)),
+                "cached": sum(r.cached_tokens or 0 for r in of(kind)),
+            }
+            for kind in kinds
+        },
+    }
+
+
+def counter_problems(results: list[Result], moved, concurrency: int) -> list[str]:
+    """Say where the server's counters and the answers' own usage contradict each other."""
+    if moved.queries_tokens < 0 or moved.hits_tokens < 0:
+        return ["the server's counters went backwards: it restarted during the run"]
+    problems = [
+        f"request {i} ({r.request.kind}): usage says {r.cached_tokens} cached tokens, the counters "
+        f"say {r.counter_cached_tokens}: other traffic reaches this server"
+        for i, r in enumerate(results)
+        if r.error is None and r.request.alone and r.cached_tokens != r.counter_cached_tokens
+    ]
+    asked = sum(len(r.request.prompt) for r in results)
+    # Side by side, a request that has to wait for blocks may be looked up more than once.
+    if concurrency == 1 and all(r.error is None for r in results) and moved.queries_tokens != asked:
+        problems.append(
+            f"the counters moved by {moved.queries_tokens} queried tokens, {asked} were sent: "
+            "other traffic reaches this server"
+        )
+    return problems
+
+
+async def press(
+    client: Client,
+    options: argparse.Namespace,
+    policy: Callable[[], dict],
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> dict:
+    """Run the plan of `options` against `client`; `policy` returns the policy's state.
+
+    The answer's "problems" are why nothing can be told from it. Raises WorkloadError or
+    MetricsError when the run cannot start, MetricsError when the server is gone after it.
+    """
+    pool, max_model_len = await client.token_pool()
+    plan, left_out = make_plan(options, pool, max_model_len)
+    first_state = policy()
+    before = await client.counters()
+    results = await run_plan(
+        client,
+        plan,
+        concurrency=options.concurrency,
+        max_seconds=options.max_seconds,
+        on_result=on_result,
+    )
+    report = {
+        "mode": first_state["mode"],
+        "scan_limit": first_state["settings"].get("scan_limit"),
+        "policy": first_state,
+        "model": await client.model(),
+        "max_model_len": max_model_len,
+        "base_url": client.base_url,
+        "seed": options.seed,
+        "flood_requests": options.flood_requests,
+        "settings": workload_settings(options),
+        "trace_requests_too_long": left_out,
+        **summarize(results, len(plan)),
+        "results": [
+            {
+                "kind": r.request.kind,
+                "key": r.request.tag.get("key", r.request.tag.get("shares")),
+                "repetition": r.request.tag.get("repetition"),
+                "ttft_ms": r.ttft_ms and round(r.ttft_ms, 3),
+                "cached_tokens": r.cached_tokens,
+                "text": r.text,
+                "error": r.error,
+            }
+            for r in results
+        ],
+        "problems": [],
+    }
+    try:
+        asked = sum(len(r.request.prompt) for r in results if r.error is None)
+        moved = (await client.counters_after(before, asked)) - before
+        last_state = policy()
+    except MetricsError as error:
+        report["problems"].append(f"after the run: {error}")
+        return report
+    report["counters"] = {
+        "queries_tokens": moved.queries_tokens,
+        "hits_tokens": moved.hits_tokens,
+        "hit_ratio": round(moved.hits_tokens / moved.queries_tokens, 4)
+        if moved.queries_tokens > 0
+        else None,
+    }
+    report["policy"] = last_state
+    report["problems"] = counter_problems(results, moved, options.concurrency)
+    if last_state["mode"] != first_state["mode"]:
+        report["problems"].append("the server's mode changed during the run")
+    if len(results) < len(plan) and not report["failures"]:
+        report["problems"].append(f"--max-seconds ended the run at request {len(results)}")
+    return report
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to send; tokens are counted by the server's tokenizer."""
+    group = parser.add_argument_group("workload")
+    add = group.add_argument
+    add("--shape", choices=("pressure", "zipf", "sessions", "trace"), default="pressure")
+    add("--hot-tokens", type=positive, default=640, help="size of a hot prefix or first turn")
+    add("--flood-tokens", type=positive, default=640, help="size of a one-use prompt")
+    add("--flood-requests", type=positive, default=6, help="one-use prompts before each replay")
+    add("--replay-every", type=natural, default=0, help="also replay after this many (0: no)")
+    add("--warm-requests", type=positive, default=3, help="times the hot prefix is sent first")
+    add(
+        "--repetitions", type=positive, default=1, help="floods with a replay, prompts of their own"
+    )
+    add("--control-requests", type=natural, default=0, help="zero-reuse prompts a repetition")
+    add("--survival", type=numbers, default=[], help="then floods of these lengths, e.g. 1,2,4")
+    add("--max-tokens", type=positive, default=4, help="tokens to generate for each prompt")
+    add("--prefixes", type=positive, default=4, help="hot prefixes (zipf) or sessions")
+    add("--zipf-exponent", type=float, default=1.0)
+    add("--hot-share", type=float, default=0.5, help="share of zipf requests with a hot prefix")
+    add("--turns", type=positive, default=4, help="turns of a session")
+    add("--turn-tokens", type=positive, default=32, help="tokens each turn or question adds")
+    add("--think-s", type=float, default=0.0, help="seconds between answer and next turn")
+    add("--trace", type=Path, help="trace in the public Mooncake form (.jsonl)")
+    add("--trace-speed", type=float, default=1.0, help="times faster than recorded; 0: no waiting")
+    add("--trace-block-tokens", type=positive, default=512, help="tokens each hash id stands for")
+    add("--concurrency", type=positive, default=1, help="requests in flight at most")
+    add("--arrivals", type=float, help="one-use prompts a second, Poisson (default: no waiting)")
+    add("--max-requests", type=positive, help="cut the plan after this many")
+    add("--max-seconds", type=float, default=600.0, help="start no request after this time")
+    add("--seed", type=int, default=0)
+
+
+def workload_settings(options: argparse.Namespace) -> dict:
+    """Return the workload options as they were understood."""
+    parser = argparse.ArgumentParser()
+    add_workload_options(parser)
+    names = vars(parser.parse_args([]))
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+        if name in names
+    }
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """Parse an integer of at least 0."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def numbers(text: str) -> list[int]:
+    """Parse comma-separated integers of at least 1."""
+    return [positive(part) for part in text.split(",") if part.strip()]
+
+
+async def _run(options: argparse.Namespace) -> dict:
+    def show(result: Result) -> None:
+        kind, cached = result.request.kind, result.cached_tokens
+        if result.error:
+            print(f"{kind}: FAILED: {result.error}", file=sys.stderr)
+        elif result.request.alone:
+            print(f"{kind}: {cached} cached, {result.ttft_ms:.1f} ms", file=sys.stderr)
+
+    def policy() -> dict:
+        urls = options.policy_metrics_url or ["http://127.0.0.1:8001/metrics"]
+        return read_policy(urls, options.expect_unpatched)
+
+    async with Client(
+        options.base_url,
+        api_key=read_api_key(),
+        model=options.model,
+        data_parallel_rank=options.data_parallel_rank,
+    ) as client:
+        return await press(client, options, policy, show)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
+    parser.add_argument(
+        "--policy-metrics-url",
+        action="append",
+        help="the policy's own endpoint, once for each engine (default http://127.0.0.1:8001/metrics)",
+    )
+    parser.add_argument("--expect-unpatched", action="store_true", help="the server has no policy")
+    parser.add_argument("--model", help="served model name (default: what the server lists first)")
+    parser.add_argument("--data-parallel-rank", type=natural, help="the engine to send all to")
+    add_workload_options(parser)
+    options = parser.parse_args(argv)
+    try:
+        report = asyncio.run(_run(options))
+    except (WorkloadError, MetricsError) as error:
+        print(f"prefix_pressure: {error}", file=sys.stderr)
+        return 2
+    del report["results"]
+    print(json.dumps(report, indent=1))
+    for problem in report["problems"]:
+        print(f"could not tell: {problem}", file=sys.stderr)
+    if report["failures"]:
+        return 1
+    return 2 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a running server says about itself: prefix-cache counters, and the policy's mode.
+
+Both come from Prometheus text. A series that is absent is an error, never a zero.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+POLICY_SETTINGS = (
+    "scan_limit",
+    "reuse_weight",
+    "depth_weight",
+    "age_weight",
+    "quick_demote_penalty",
+    "log_every",
+)
+UNPATCHED = "unpatched"
+
+
+class MetricsError(RuntimeError):
+    """Metrics are missing, contradict each other, or cannot be read."""
+
+
+@dataclass(frozen=True)
+class PrefixCounters:
+    """Tokens looked up in the prefix cache and tokens found there, over all engines."""
+
+    queries_tokens: int
+    hits_tokens: int
+
+    def __sub__(self, earlier: PrefixCounters) -> PrefixCounters:
+        return PrefixCounters(
+            self.queries_tokens - earlier.queries_tokens, self.hits_tokens - earlier.hits_tokens
+        )
+
+
+def _samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def prefix_counters(text: str) -> PrefixCounters:
+    """Sum vLLM's prefix-cache counters over engines. Raises MetricsError when one is absent."""
+    samples = _samples(text)
+    sums = []
+    for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"):
+        if name not in samples:
+            raise MetricsError(f"{name} is not on /metrics: is prefix caching on, is this vLLM?")
+        sums.append(round(sum(value for _, value in samples[name])))
+    return PrefixCounters(*sums)
+
+
+def policy_state(text: str) -> dict:
+    """Return the policy's mode, settings and counters from its own metrics endpoint.
+
+    Several pools or engines must agree on mode and settings; their counters are added up.
+    Raises MetricsError when the endpoint has no policy or they disagree.
+    """
+    samples = _samples(text)
+    infos = [labels for labels, _ in samples.get("vllm:computecache_info", [])]
+    if not infos:
+        raise MetricsError("vllm:computecache_info is absent: this endpoint serves no policy")
+    distinct = {(info["mode"], *(info[name] for name in POLICY_SETTINGS)) for info in infos}
+    if len(distinct) > 1:
+        raise MetricsError(f"the engines disagree on mode or settings: {sorted(distinct)}")
+    mode, *values = distinct.pop()
+    counters: dict[str, int] = {}
+    for name, found in samples.items():
+        if name.startswith("vllm:computecache_") and name.endswith("_total"):
+            for labels, value in found:
+                key = name.removeprefix("vllm:computecache_").removesuffix("_total")
+                if "class" in labels:
+                    key = f"{key}_{labels['class']}"
+                counters[key] = counters.get(key, 0) + round(value)
+    settings = dict(zip(POLICY_SETTINGS, map(int, values), strict=True))
+    return {"mode": mode, "settings": settings, "counters": counters, "pools": len(infos)}
+
+
+def fetch(url: str, timeout_s: float = 10) -> str:
+    """GET a metrics page. Raises MetricsError naming the address when it does not answer 200."""
+    try:
+        response = httpx.get(url, timeout=timeout_s)
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise MetricsError(f"{url}: {error or type(error).__name__}") from error
+    return response.text
+
+
+def compose_fetch(compose: list[str], service: str, port: int) -> Callable[[], str]:
+    """Return a reader of the policy endpoint inside a Compose service, which binds no host port.
+
+    `compose` is the command line up to and including its own options.
+    """
+    program = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{port}/metrics', timeout=10).read().decode())"  # noqa: E501
+
+    def read() -> str:
+        command = [*compose, "exec", "-T", service, "python3", "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise MetricsError(f"`compose exec {service}`: {done.stderr.strip()[-400:]}")
+        return done.stdout
+
+    return read
