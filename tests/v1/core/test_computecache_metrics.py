@@ -15,20 +15,22 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-MODULE = Path(__file__).parents[3] / "vllm/v1/core/computecache_metrics.py"
+CORE = Path(__file__).parents[3] / "vllm/v1/core"
+MODULE = CORE / "computecache_metrics.py"
 
 
-def load_module():
+def load_module(path: Path):
     """A fresh copy, so that each test has its own process-wide endpoint."""
-    spec = importlib.util.spec_from_file_location("computecache_metrics", MODULE)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
 def metrics():
-    return load_module()
+    return load_module(MODULE)
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def make_policy(mode="active", **counts):
             log_every=256,
         ),
         counters=SimpleNamespace(**dict.fromkeys(names, 0) | counts),
+        enabled=mode == "active",
     )
 
 
@@ -134,6 +137,28 @@ def test_every_counter_is_served_under_its_name_and_class(metrics, endpoint):
     assert info == 1
 
 
+@pytest.mark.parametrize(
+    ("deployed", "mode", "enabled", "in_force"),
+    [
+        ("active", "active", True, 1),
+        ("lru", "lru", False, 1),
+        ('"Active"', "active", True, 1),
+        ("activ", "lru", False, 0),
+        ("active", "active", False, 0),
+    ],
+    ids=["active", "lru", "quoted", "refused value", "caching off"],
+)
+def test_mode_in_force_tells_a_policy_that_does_not_act_as_deployed(
+    metrics, endpoint, deployed, mode, enabled, in_force
+):
+    collector = metrics.PolicyCollector("0", deployed)
+    policy = make_policy(mode)
+    policy.enabled = enabled
+    collector.policies.append(policy)
+    port = endpoint(collector, "127.0.0.1", free_port_range()).server_port
+    assert value(port, "mode_in_force", deployed=deployed) == in_force
+
+
 def test_values_are_read_at_scrape_time(metrics, endpoint):
     policy = make_policy(decisions=1)
     collector = metrics.PolicyCollector("0")
@@ -162,6 +187,20 @@ def test_names_keep_their_colon_whatever_the_client_prefers(metrics, endpoint, a
     response = scrape(port, accept)
     assert response.headers["content-type"].startswith("text/plain")
     assert 'vllm:computecache_fallbacks_total{engine="0",pool="0"} 3.0' in response.text
+
+
+def test_the_real_policy_has_every_setting_and_counter(metrics, endpoint):
+    policy_module = load_module(CORE / "computecache_policy.py")
+    settings = policy_module.Settings(mode="active", scan_limit=16)
+    policy = policy_module.ComputeCachePolicy(settings, num_blocks=8, hash_block_size=16)
+    policy.counters.decisions = 3
+    collector = metrics.PolicyCollector("0", "active")
+    collector.policies.append(policy)
+    port = endpoint(collector, "127.0.0.1", free_port_range()).server_port
+    assert value(port, "decisions_total") == 3
+    assert value(port, "mode_in_force", deployed="active") == 1
+    assert 'mode="active"' in scrape(port).text
+    assert 'scan_limit="16"' in scrape(port).text
 
 
 def test_taken_port_moves_on_and_says_so(metrics, endpoint, caplog):

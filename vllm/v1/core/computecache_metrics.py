@@ -54,8 +54,9 @@ class PolicyCollector(Collector):
     scheduler's own block pool is "0", an offload connector's pool comes later.
     """
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, deployed_mode: str = "lru") -> None:
         self.engine = engine
+        self.deployed_mode = deployed_mode
         self.policies: list[Any] = []
 
     def collect(self) -> Iterator[Metric]:
@@ -70,6 +71,20 @@ class PolicyCollector(Collector):
         for pool, policy in pools:
             info.add_metric([*pool, *(str(getattr(policy.settings, s)) for s in SETTINGS)], 1)
         yield info
+
+        in_force = GaugeMetricFamily(
+            f"{PREFIX}_mode_in_force",
+            "1 if the policy acts as COMPUTECACHE_MODE asks, 0 if the value was refused "
+            "or prefix caching is off.",
+            labels=(*labels, "deployed"),
+        )
+        wanted = self.deployed_mode.strip(" \t\r\n\"'").lower()
+        for pool, policy in pools:
+            acts = policy.enabled == (wanted == "active")
+            in_force.add_metric(
+                [*pool, self.deployed_mode.strip()], acts and policy.settings.mode == wanted
+            )
+        yield in_force
 
         for name, documentation in COUNTERS.items():
             counter = CounterMetricFamily(f"{PREFIX}_{name}", documentation, labels=labels)
@@ -181,7 +196,7 @@ _collector: PolicyCollector | None = None
 def serve_policy(policy: Any, environ: Mapping[str, str] = os.environ) -> None:
     """Add `policy` to this process's endpoint; the first call starts the endpoint.
 
-    `policy` needs the attributes `settings` and `counters`. It stays listed for
+    `policy` needs the attributes `settings`, `counters` and `enabled`. It stays listed for
     the life of the process. Nothing is bound unless COMPUTECACHE_METRICS_PORT is
     set; COMPUTECACHE_METRICS_HOST (default 127.0.0.1) is the address.
 
@@ -196,7 +211,8 @@ def serve_policy(policy: Any, environ: Mapping[str, str] = os.environ) -> None:
     with _lock:
         if _collector is None:
             rank = engine_rank(multiprocessing.current_process().name)
-            collector = PolicyCollector(engine=str(rank))
+            deployed = environ.get("COMPUTECACHE_MODE", "").strip() or "lru"
+            collector = PolicyCollector(str(rank), deployed)
             host = environ.get("COMPUTECACHE_METRICS_HOST", "").strip() or "127.0.0.1"
             server = start_endpoint(collector, host, metrics_port(value), rank)
             logger.info(
