@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check `.env` before `docker compose up`.
+
+    python3 scripts/check_env.py [--env-file .env]
+    python3 scripts/check_env.py --environ      # the values Compose handed to a container
+
+Compose, a shell and python-dotenv read the same `.env` differently once it holds
+escapes, `$`, unbalanced quotes, trailing comments or CRLF. Rather than imitate
+one of them, this accepts only lines that all of them read alike, and says how to
+rewrite the others. Needs the standard library only. Values of secrets are never
+printed.
+
+One JSON object on stdout; exit 0 accepted (warnings allowed), 1 refused, 2 the
+file could not be read.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SECRETS = {"VLLM_API_KEY": 16, "GRAFANA_ADMIN_PASSWORD": 12}  # fewest characters
+OPTIONAL_SECRETS = {"HF_TOKEN"}
+WHOLE_NUMBERS = {  # lowest, highest
+    "COMPUTECACHE_SCAN_LIMIT": (1, 4096),
+    "COMPUTECACHE_REUSE_WEIGHT": (0, 1_000_000_000),
+    "COMPUTECACHE_DEPTH_WEIGHT": (0, 1_000_000_000),
+    "COMPUTECACHE_AGE_WEIGHT": (0, 1_000_000_000),
+    "COMPUTECACHE_QUICK_DEMOTE_PENALTY": (0, 1_000_000_000),
+    "COMPUTECACHE_LOG_EVERY": (0, 1_000_000_000),
+    "MAX_MODEL_LEN": (1, 100_000_000),
+    "NUM_GPU_BLOCKS": (2, 100_000_000),
+    "BLOCK_SIZE": (1, 1024),
+    "API_PORT": (1, 65535),
+    "PROMETHEUS_PORT": (1, 65535),
+    "GRAFANA_PORT": (1, 65535),
+}
+FRACTIONS = {"GPU_MEMORY_UTILIZATION", "KV_CACHE_METRICS_SAMPLE"}  # above 0, at most 1
+TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION"}
+BLANK_MEANS_SOMETHING = {"NUM_GPU_BLOCKS"}
+MODES = ("lru", "active")
+KNOWN = ({"COMPUTECACHE_MODE"} | SECRETS.keys() | OPTIONAL_SECRETS | WHOLE_NUMBERS.keys()) | (
+    FRACTIONS | TEXTS
+)
+
+PLACEHOLDER = re.compile(
+    r"replace|change.?(me|this|it)|^your|placeholder|example|^x{3,}|^todo|<.*>"
+    r"|^(secret|password|admin|test|none|null)+$",
+    re.IGNORECASE,
+)
+LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)")
+PLAIN = re.compile(r"[A-Za-z0-9_./:@%+,=-]*")
+QUOTED = re.compile(r"(?P<quote>[\"'])(?P<text>[A-Za-z0-9_./:@%+,=# ?!*()<>;&|-]*)(?P=quote)")
+
+
+def read_lines(data: bytes) -> tuple[dict[str, str | None], list[str]]:
+    """Values by name, and faults. A line that readers would disagree about gives None."""
+    values: dict[str, str | None] = {}
+    faults: list[str] = []
+    if data.startswith(b"\xef\xbb\xbf"):
+        faults.append("line 1: the file starts with a byte order mark: save it as plain UTF-8")
+        data = data[3:]
+    if b"\r" in data:
+        faults.append(
+            "CRLF line ends: every value would end in an invisible \\r. "
+            "Convert with: sed -i 's/\\r$//' .env"
+        )
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line)
+        if not match:
+            faults.append(f"line {number}: {not_an_assignment(line)}")
+            continue
+        name, raw = match["name"], match["value"]
+        if name in values:
+            faults.append(f"line {number}: {name} is set twice: keep one line")
+        if PLAIN.fullmatch(raw):
+            values[name] = raw
+        elif quoted := QUOTED.fullmatch(raw):
+            values[name] = quoted["text"]
+        else:
+            values[name] = None
+            faults.append(f"line {number}: {name}: {not_read_alike(raw)}")
+    return values, faults
+
+
+def not_an_assignment(line: str) -> str:
+    """Why `line` is not NAME=value. The line itself is not shown: it may hold a secret."""
+    if line[0] in " \t":
+        return "starts with a space: begin the line with the name"
+    if line.startswith("export "):
+        return "starts with `export`: write NAME=value alone"
+    name = line.partition("=")[0]
+    if "=" in line and re.fullmatch(r"[A-Za-z_]\w*[ \t]+", name):
+        return f"{name.strip()}: space before `=`: a shell would run {name.strip()} as a command"
+    return "is not NAME=value"
+
+
+def not_read_alike(raw: str) -> str:
+    """Why Compose and a shell would disagree about `raw`, without showing it."""
+    if raw[0] in " \t" or raw[-1] in " \t":
+        return "space around the value: remove it"
+    if re.search(r"\s#", raw):
+        return "comment behind the value: put it on a line of its own"
+    if "$" in raw or "`" in raw:
+        return "`$` or a backquote, which Compose and a shell expand: choose a value without"
+    if "\\" in raw:
+        return "a backslash, which Compose and a shell read differently: choose a value without"
+    if "'" in raw or '"' in raw:
+        return "quotes that Compose and a shell read differently: write the value without quotes"
+    return "characters that a shell treats specially: use letters, digits and _./:@%+,=-"
+
+
+def check_values(values: Mapping[str, str | None]) -> list[str]:
+    """Faults of the values themselves; None stands for a value already found faulty."""
+    faults = []
+    for name, fewest in SECRETS.items():
+        value = values.get(name, "")
+        if value is not None and (fault := check_secret(value, fewest)):
+            faults.append(f"{name} {fault} `openssl rand -hex 32`")
+    key, password = (values.get(name) for name in SECRETS)
+    if key and key == password:
+        faults.append(f"{' and '.join(SECRETS)} are equal: make a second one")
+
+    for name, value in values.items():
+        if value is None or name in SECRETS or name in OPTIONAL_SECRETS:
+            continue
+        if fault := check_setting(name, value):
+            faults.append(f"{name}={value!r} {fault}")
+    return faults
+
+
+def check_secret(value: str, fewest: int) -> str | None:
+    """What is wrong with a secret, or None."""
+    if not value.strip():
+        return "is blank or missing: make one with"
+    if PLACEHOLDER.search(value):
+        return "is still a placeholder: make one with"
+    if not re.fullmatch(r"[!-~]+", value):
+        return "holds a space or an invisible character: make one with"
+    if len(value) < fewest:
+        return f"has fewer than {fewest} characters: make one with"
+    return None
+
+
+def check_setting(name: str, value: str) -> str | None:
+    """What is wrong with one value that is no secret, or None."""
+    if not value.strip():
+        if name in BLANK_MEANS_SOMETHING:
+            return None
+        return "is blank: give a value, or remove the line to get the default"
+    if name == "COMPUTECACHE_MODE":
+        return None if value in MODES else "must be lru or active, in lower case"
+    if name in WHOLE_NUMBERS:
+        low, high = WHOLE_NUMBERS[name]
+        if re.fullmatch(r"[0-9]{1,10}", value) and low <= int(value) <= high:
+            return None
+        return f"must be a whole number from {low} to {high}"
+    if name in FRACTIONS:
+        if re.fullmatch(r"[0-9]*\.?[0-9]+", value) and 0 < float(value) <= 1:
+            return None
+        return "must be above 0 and at most 1"
+    if name.startswith("COMPUTECACHE_"):
+        settings = sorted(known for known in KNOWN if known.startswith("COMPUTECACHE_"))
+        return f"is no setting; there are {', '.join(settings)}"
+    return None
+
+
+def warnings_for(
+    values: Mapping[str, str | None], environ: Mapping[str, str], path: Path
+) -> list[str]:
+    """What is allowed but surprises."""
+    warnings = []
+    for name in sorted(KNOWN):
+        if name in environ and environ[name] != values.get(name):
+            in_file = "its value in .env" if name in values else "the default"
+            warnings.append(
+                f"{name} is exported in this shell and overrides {in_file}: `unset {name}`"
+            )
+    for name in sorted(values.keys() - KNOWN):
+        if not name.startswith("COMPUTECACHE_"):
+            warnings.append(f"{name} is not used by compose.yaml")
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        warnings.append(f"other users can read {path}: chmod 600 {path}")
+    return warnings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 accepted, 1 refused, 2 could not be read."""
+    parser = argparse.ArgumentParser(description="Check .env before docker compose up.")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--env-file", type=Path, default=Path(".env"), metavar="FILE")
+    source.add_argument(
+        "--environ",
+        action="store_true",
+        help="check this process's environment instead of a file",
+    )
+    args = parser.parse_args(argv)
+
+    warnings: list[str] = []
+    if args.environ:
+        checked = "environment"
+        faults = check_values({k: v for k, v in os.environ.items() if k in KNOWN})
+    else:
+        checked = str(args.env_file)
+        try:
+            data = args.env_file.read_bytes()
+        except OSError as error:
+            print(
+                f"check_env: {args.env_file}: {error.strerror}. "
+                "Start with: cp .env.example .env && chmod 600 .env",
+                file=sys.stderr,
+            )
+            return 2
+        values, faults = read_lines(data)
+        faults += check_values(values)
+        warnings = warnings_for(values, os.environ, args.env_file)
+
+    for fault in faults:
+        print(f"check_env: {fault}", file=sys.stderr)
+    for warning in warnings:
+        print(f"check_env: warning: {warning}", file=sys.stderr)
+    accepted = not faults
+    print(
+        json.dumps(
+            {"checked": checked, "accepted": accepted, "faults": faults, "warnings": warnings}
+        )
+    )
+    return 0 if accepted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/check_env.py: every fault is named, and what it accepts is read alike everywhere."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import check_env
+import pytest
+import yaml
+from dotenv import dotenv_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+REPO = Path(__file__).parents[2]
+KEY = "8c5f6a1e0b7d4c39a2e1f0d6b5c4a392"
+PASSWORD = "1f2e3d4c5b6a79880716253443526170"
+GOOD = f"VLLM_API_KEY={KEY}\nGRAFANA_ADMIN_PASSWORD={PASSWORD}\nCOMPUTECACHE_MODE=active\n"
+
+
+def run(path: Path, **environ: str) -> tuple[int, dict, str]:
+    """The script in a process of its own, with no exported setting but `environ`."""
+    result = subprocess.run(
+        [sys.executable, "-S", REPO / "scripts/check_env.py", "--env-file", path],
+        env={"PATH": os.environ["PATH"]} | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.returncode, json.loads(result.stdout or "{}"), result.stderr
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / ".env"
+    path.write_bytes(text.encode())
+    path.chmod(0o600)
+    return path
+
+
+BAD = {
+    "API key blank": (GOOD.replace(KEY, ""), "VLLM_API_KEY is blank or missing"),
+    "API key missing": (GOOD.replace("VLLM_API_KEY", "#"), "VLLM_API_KEY is blank or missing"),
+    "API key placeholder": (GOOD.replace(KEY, "changeme-please-now"), "VLLM_API_KEY is still a"),
+    "password placeholder": (GOOD.replace(PASSWORD, "admin"), "GRAFANA_ADMIN_PASSWORD is still a"),
+    "API key short": (GOOD.replace(KEY, "8c5f6a1e"), "VLLM_API_KEY has fewer than 16"),
+    "equal secrets": (GOOD.replace(PASSWORD, KEY), "are equal"),
+    "CRLF": (GOOD.replace("\n", "\r\n"), "CRLF line ends"),
+    "byte order mark": ("\ufeff" + GOOD, "line 1: the file starts with a byte order mark"),
+    "escaping quotes": (
+        GOOD.replace("=active", '="act\\"ive"'),
+        "line 3: COMPUTECACHE_MODE: a backslash, which Compose and a shell read differently",
+    ),
+    "unbalanced quote": (
+        GOOD.replace("=active", "='active"),
+        "line 3: COMPUTECACHE_MODE: quotes that Compose and a shell read differently",
+    ),
+    "dollar in a secret": (GOOD.replace(KEY, "8c5f$6a1e0b7d4c39"), "line 1: VLLM_API_KEY: `$`"),
+    "trailing comment": (
+        GOOD.replace("active", "lru # for now"),
+        "line 3: COMPUTECACHE_MODE: comment behind the value",
+    ),
+    "space before =": (
+        GOOD.replace("MODE=", "MODE ="),
+        "line 3: COMPUTECACHE_MODE: space before `=`",
+    ),
+    "space after =": (GOOD.replace("MODE=", "MODE= "), "COMPUTECACHE_MODE: space around"),
+    "export": (GOOD.replace("COMPUTECACHE", "export COMPUTECACHE"), "line 3: starts with `export`"),
+    "no assignment": (GOOD + "active\n", "line 4: is not NAME=value"),
+    "set twice": (GOOD + "COMPUTECACHE_MODE=lru\n", "line 4: COMPUTECACHE_MODE is set twice"),
+    "unknown mode": (GOOD.replace("active", "on"), "COMPUTECACHE_MODE='on' must be lru or active"),
+    "mode in upper case": (GOOD.replace("active", "Active"), "COMPUTECACHE_MODE='Active' must be"),
+    "scan limit 0": (
+        GOOD + "COMPUTECACHE_SCAN_LIMIT=0\n",
+        "COMPUTECACHE_SCAN_LIMIT='0' must be a whole number from 1 to 4096",
+    ),
+    "scan limit 4097": (GOOD + "COMPUTECACHE_SCAN_LIMIT=4097\n", "SCAN_LIMIT='4097' must be"),
+    "negative weight": (GOOD + "COMPUTECACHE_AGE_WEIGHT=-1\n", "COMPUTECACHE_AGE_WEIGHT='-1' must"),
+    "fraction for a weight": (GOOD + "COMPUTECACHE_REUSE_WEIGHT=1.5\n", "WEIGHT='1.5' must be"),
+    "blank setting": (GOOD + "COMPUTECACHE_LOG_EVERY=\n", "COMPUTECACHE_LOG_EVERY='' is blank"),
+    "misspelt setting": (
+        GOOD + "COMPUTECACHE_SCANLIMIT=64\n",
+        "COMPUTECACHE_SCANLIMIT='64' is no setting",
+    ),
+    "port out of range": (GOOD + "API_PORT=80000\n", "API_PORT='80000' must be a whole number"),
+    "memory above 1": (GOOD + "GPU_MEMORY_UTILIZATION=90\n", "UTILIZATION='90' must be above 0"),
+}
+
+
+@pytest.mark.parametrize(("text", "fault"), BAD.values(), ids=BAD.keys())
+def test_bad_file_is_refused_for_its_one_fault(tmp_path, text, fault):
+    code, report, stderr = run(write(tmp_path, text))
+    assert code == 1
+    assert not report["accepted"]
+    assert [fault in found for found in report["faults"]] == [True]
+    assert fault in stderr
+
+
+def test_good_file_is_accepted(tmp_path):
+    code, report, stderr = run(write(tmp_path, GOOD))
+    assert (code, report["faults"], report["warnings"], stderr) == (0, [], [], "")
+
+
+def test_the_example_is_good_but_for_its_two_placeholders(tmp_path):
+    example = (REPO / ".env.example").read_text()
+    code, report, _ = run(write(tmp_path, example))
+    assert code == 1
+    assert [fault.split(":")[0] for fault in report["faults"]] == [
+        "VLLM_API_KEY is still a placeholder",
+        "GRAFANA_ADMIN_PASSWORD is still a placeholder",
+    ]
+
+
+def test_every_optional_line_of_the_example_is_accepted_when_uncommented(tmp_path):
+    example = (REPO / ".env.example").read_text()
+    lines = [line.removeprefix("#") for line in example.splitlines() if "=" in line]
+    text = "\n".join(line for line in lines if " " not in line)
+    text = text.replace("replace-me-with-a-random-key", KEY)
+    text = text.replace("replace-me-with-another-random-key", PASSWORD)
+    code, report, _ = run(write(tmp_path, text))
+    assert (code, report["faults"], report["warnings"]) == (0, [], [])
+    assert {line.partition("=")[0] for line in text.splitlines()} == check_env.KNOWN - {
+        "SOURCE_REVISION"
+    }
+
+
+def test_missing_file_says_how_to_start(tmp_path):
+    code, report, stderr = run(tmp_path / ".env")
+    assert (code, report) == (2, {})
+    assert "cp .env.example .env" in stderr
+
+
+def test_exported_variable_that_overrides_the_file_is_a_warning(tmp_path):
+    path = write(tmp_path, GOOD.replace("active", "lru"))
+    code, report, _ = run(path, COMPUTECACHE_MODE="active", COMPUTECACHE_SCAN_LIMIT="16")
+    assert code == 0
+    assert report["warnings"] == [
+        "COMPUTECACHE_MODE is exported in this shell and overrides its value in .env: "
+        "`unset COMPUTECACHE_MODE`",
+        "COMPUTECACHE_SCAN_LIMIT is exported in this shell and overrides the default: "
+        "`unset COMPUTECACHE_SCAN_LIMIT`",
+    ]
+    assert run(path, COMPUTECACHE_MODE="lru")[1]["warnings"] == []
+
+
+def test_readable_file_and_unused_name_are_warnings(tmp_path):
+    path = write(tmp_path, GOOD + "VLLM_APIKEY=x\n")
+    path.chmod(0o644)
+    code, report, _ = run(path)
+    assert code == 0
+    assert report["warnings"] == [
+        "VLLM_APIKEY is not used by compose.yaml",
+        f"other users can read {path}: chmod 600 {path}",
+    ]
+
+
+@pytest.mark.parametrize("text", [text for text, _ in BAD.values()], ids=BAD.keys())
+def test_secrets_are_never_printed(tmp_path, text):
+    code, report, stderr = run(write(tmp_path, text), VLLM_API_KEY="exported-secret-value")
+    assert code == 1
+    for secret in (KEY, PASSWORD, "8c5f", "changeme-please-now", "exported-secret-value"):
+        assert secret not in stderr + json.dumps(report)
+
+
+def test_environ_checks_what_compose_handed_over(monkeypatch, capsys):
+    for name in check_env.KNOWN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    monkeypatch.setenv("GRAFANA_ADMIN_PASSWORD", PASSWORD)
+    monkeypatch.setenv("COMPUTECACHE_MODE", "lru")
+    assert check_env.main(["--environ"]) == 0
+    monkeypatch.setenv("COMPUTECACHE_MODE", "lru\r")
+    monkeypatch.setenv("VLLM_API_KEY", KEY + "\r")
+    assert check_env.main(["--environ"]) == 1
+    errors = capsys.readouterr().err
+    assert "COMPUTECACHE_MODE='lru\\r' must be lru or active" in errors
+    assert "VLLM_API_KEY holds a space or an invisible character" in errors
+
+
+def shell_values(path: Path) -> dict[str, str]:
+    listing = subprocess.run(
+        ["env", "-i", "sh", "-c", 'set -a; . "$1"; exec /usr/bin/env -0', "sh", path],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    values = dict(item.split("=", 1) for item in listing.split("\0") if item)
+    return {name: value for name, value in values.items() if name.startswith("NAME")}
+
+
+@given(
+    st.lists(
+        st.builds(
+            "{0}{1}{0}".format,
+            st.sampled_from(["", "'", '"']),
+            st.text(st.sampled_from(r"aZ09_./:@%+,=- #?!*()<>;&|\$`'\"~{}[]^" + "\té"), max_size=9),
+        ),
+        min_size=20,
+        max_size=60,
+    )
+)
+@settings(max_examples=30, deadline=None)
+def test_accepted_lines_are_read_alike_by_a_shell_and_dotenv(tmp_path_factory, raws):
+    lines = [f"NAME{i}={raw}" for i, raw in enumerate(raws)]
+    values, _ = check_env.read_lines("\n".join(lines).encode())
+    accepted = {name: value for name, value in values.items() if value is not None}
+    text = "".join(f"{line}\n" for line in lines if line.partition("=")[0] in accepted)
+    path = tmp_path_factory.mktemp("env") / ".env"
+    path.write_text(text)
+    assert dict(dotenv_values(stream=StringIO(text))) == accepted
+    assert shell_values(path) == accepted
+
+
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose")
+def test_accepted_lines_are_read_alike_by_compose(tmp_path):
+    raws = ["plain-1.5/x:@%+,=", "'a b#c'", '"a; (b) | c*"', "", "''", "a=b"]
+    lines = [f"NAME{i}={raw}" for i, raw in enumerate(raws)]
+    values, faults = check_env.read_lines("\n".join(lines).encode())
+    assert faults == []
+    (tmp_path / ".env").write_text("\n".join(lines))
+    environment = {name: f"<${{{name}}}>" for name in values}
+    stack = {"version": "3.3", "services": {"s": {"image": "i", "environment": environment}}}
+    (tmp_path / "docker-compose.yml").write_text(json.dumps(stack))
+    result = subprocess.run(
+        ["docker-compose", "config"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert yaml.safe_load(result.stdout)["services"]["s"]["environment"] == {
+        name: f"<{value}>" for name, value in values.items()
+    }
