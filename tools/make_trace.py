@@ -19,6 +19,7 @@ from random import Random
 from traces import replace_file
 
 BLOCK_SIZE = 16  # tokens, vLLM's default on a GPU
+REQUESTS = 4000
 
 
 class Prompt:
@@ -174,11 +175,16 @@ def make_trace(kind: str, seed: int, requests: int, block_size: int = BLOCK_SIZE
     return [next(source) for _ in range(requests)]
 
 
+def to_jsonl(rows: list[dict]) -> bytes:
+    """The lines of a trace file."""
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0, help="default 0")
-    parser.add_argument("--requests", type=int, default=4000, help="default 4000")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="default 4000")
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens (default 16)")
     parser.add_argument("--out", type=Path, required=True, help=".jsonl or .jsonl.gz")
     arguments = parser.parse_args(argv)
@@ -187,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} is {value}, expected an integer >= 1")
 
     rows = make_trace(arguments.kind, arguments.seed, arguments.requests, arguments.block_size)
-    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+    text = to_jsonl(rows)
     content = gzip.compress(text, mtime=0) if arguments.out.suffix == ".gz" else text
     try:
         replace_file(arguments.out, content)
