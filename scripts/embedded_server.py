@@ -102,10 +102,23 @@ class EmbeddedServer:
         ]
 
     def __enter__(self) -> EmbeddedServer:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server's process without waiting for it; `stop` must follow."""
         if importlib.util.find_spec("vllm") is None:
             raise ServerError(f"{sys.executable} has no vllm: run `bash scripts/setup_env.sh`")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
+        self._started = time.monotonic()
         # A folder of its own: the repository's vllm/ must not be on the import path.
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -117,16 +130,6 @@ class EmbeddedServer:
                 cwd=self.log.parent,
                 start_new_session=True,
             )
-        try:
-            self._wait_until_ready(started + READY_TIMEOUT_S)
-        except BaseException:
-            self.stop()
-            raise
-        self.ready_s = round(time.monotonic() - started, 1)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
 
     @property
     def exit_code(self) -> int | None:
@@ -150,12 +153,14 @@ class EmbeddedServer:
         """Return the last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def _wait_until_ready(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
+    def wait_until_ready(self) -> None:
+        """Return once /health answers. Raises ServerError when the server ends or stays silent."""
+        while time.monotonic() < self._started + READY_TIMEOUT_S:
             if self.exit_code is not None:
                 raise ServerError(f"the server ended with {self.exit_code}:\n{self.log_tail()}")
             try:
                 if httpx.get(f"{self.base_url}/health", timeout=2).is_success:
+                    self.ready_s = round(time.monotonic() - self._started, 1)
                     return
             except httpx.TransportError:
                 pass

@@ -39,7 +39,8 @@ def pressure(
 ) -> list[Request]:
     """One hot prefix against floods of one-use prompts.
 
-    control: one-use prompts before anything is reused. warm: the hot prompt, `warm_requests` times.
+    ramp: two one-use prompts. control: more of them, before anything is reused. warm: the hot
+    prompt, `warm_requests` times.
     A repetition is `flood_requests` one-use prompts and then a replay of the hot prompt (with
     `replay_every` also one after that many). survival: floods of each given length and a replay.
     """
@@ -61,7 +62,8 @@ def pressure(
             for index in range(count)
         ]
 
-    plan = []
+    # Not counted: the first requests of a new server pay for its warming up.
+    plan = one_use("ramp", "ramp", 2)
     for repetition in range(repetitions):
         plan += one_use("control", f"control/{repetition}", control_requests, repetition=repetition)
     plan += [hot_request("warm") for _ in range(warm_requests)]
@@ -97,7 +99,7 @@ def zipf(
     max_tokens: int = 4,
     gaps: Iterable[float],
 ) -> list[Request]:
-    """Several hot prefixes, the i-th asked for in proportion to i**-exponent, among one-use prompts.
+    """Several hot prefixes, the i-th in proportion to i**-exponent, among one-use prompts.
 
     Each hot request is a prefix and a question of its own; `hot_share` of requests are hot.
     """
@@ -182,7 +184,7 @@ def trace(
     max_tokens: int = 4,
     max_requests: int | None = None,
 ) -> tuple[list[Request], int]:
-    """Turn trace records into a plan; returns it and how many requests were too long for the server.
+    """Turn trace records into a plan; returns it and how many requests exceed `max_model_len`.
 
     Every hash id becomes `block_tokens` synthetic tokens, the same wherever the id appears, so
     equal prefixes stay equal. A last partial block is dropped. Arrival times are divided by

@@ -139,6 +139,13 @@ class Client:
             self._model = (await self._json("GET", "/v1/models"))["data"][0]["id"]
         return self._model
 
+    async def version(self) -> str | None:
+        """Return the server's own version, None when it does not say."""
+        try:
+            return (await self._json("GET", "/version"))["version"]
+        except (WorkloadError, KeyError):
+            return None
+
     async def token_pool(self) -> tuple[list[int], int]:
         """Return ordinary token ids of the server's tokenizer, and its max-model-len in tokens."""
         syllables = [c + v for c in "bcdfghjklmnprstvz" for v in "aeiou"]

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the visits of a canary to ACCEPT, REJECT or INCONCLUSIVE, with the numbers for each.
+
+A visit is one run of the workload against one server: {"role", "mode_asked", "report", "error"},
+where report is what prefix_pressure.press returned, or None when the server never answered.
+
+Repetition r of the k-th lru visit and repetition r of the k-th candidate visit had the same
+prompts: that pair is the unit of the bootstrap. The last lru visit is the rollback; it counts as
+baseline too, so that a machine that gets slower or faster meanwhile does not decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ACCEPT, REJECT, INCONCLUSIVE = "ACCEPT", "REJECT", "INCONCLUSIVE"
+EXIT_CODES = {ACCEPT: 0, REJECT: 1, INCONCLUSIVE: 2}
+PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
+RESAMPLES = 2000
+CONFIDENCE_PERCENT = 95
+JUDGED_KINDS = {"hot_replay": "hot replay", "flood": "flood", "control": "zero-reuse control"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the candidate is held to.
+
+    ttft_regression: a p95 time to first token may be this share above the baseline's.
+    ttft_p95_budget_ms: or, instead, no p95 may be above this many milliseconds.
+    min_samples: repetitions below which nothing is concluded.
+    """
+
+    ttft_regression: float = 0.05
+    ttft_p95_budget_ms: float | None = None
+    min_samples: int = 5
+
+
+@dataclass
+class Verdict:
+    """One entry of `checks` for each question asked, and the numbers behind them."""
+
+    checks: list[dict] = field(default_factory=list)
+    statistics: dict = field(default_factory=dict)
+
+    def add(self, name: str, status: str, detail: str) -> None:
+        """Add a check that is not about the workload."""
+        self.checks.append(_check(name, status, detail))
+
+    @property
+    def outcome(self) -> str:
+        found = {check["status"] for check in self.checks}
+        return REJECT if FAIL in found else INCONCLUSIVE if UNKNOWN in found else ACCEPT
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+    @property
+    def reasons(self) -> list[str]:
+        """The checks that decided: what failed, else what could not be told, else what passed."""
+        for status in (FAIL, UNKNOWN, PASS):
+            if found := [c["detail"] for c in self.checks if c["status"] == status]:
+                return found
+        return []
+
+
+def judge(visits: list[dict], candidate_mode: str, limits: Limits) -> Verdict:
+    """Judge a finished canary. Visits come in the order in which they ran."""
+    baselines = [v for v in visits if v["role"] != "candidate"]
+    candidates = [v for v in visits if v["role"] == "candidate"]
+    gates = [
+        _requests(baselines, candidates),
+        _modes(visits, candidate_mode),
+        _counters(visits),
+    ]
+    if _all_pass(gates):
+        gates.append(_pressure(baselines))
+    if _all_pass(gates):
+        gates.append(_samples(baselines, candidates, limits))
+    checks = [*gates]
+    statistics: dict = {}
+    if _all_pass(gates):
+        pairs = pair_repetitions(baselines, candidates)
+        statistics["kept_tokens"] = kept_difference(pairs)
+        statistics["ttft"] = {
+            kind: ratios
+            for kind in JUDGED_KINDS
+            if (ratios := ttft_ratios(pairs, baselines, kind)) is not None
+        }
+        checks += [
+            _kept(statistics["kept_tokens"]),
+            *(_ttft(kind, ratios, limits) for kind, ratios in statistics["ttft"].items()),
+        ]
+        statistics["outputs"] = compare_outputs(baselines, candidates)
+        checks.append(_outputs(statistics["outputs"]))
+    if candidates:
+        checks.append(_rollback(visits))
+    return Verdict(checks, statistics)
+
+
+def never_lost(report: dict) -> bool:
+    """Tell whether a report of lru shows no loss at all, so that there is nothing to protect."""
+    warm = report["warm_prefix_cached_tokens"]
+    return bool(warm) and report["post_flood_cached_tokens"] == warm
+
+
+def pair_repetitions(baselines: list[dict], candidates: list[dict]) -> list[dict]:
+    """Return one {"baseline": [...], "candidate": [...]} of results for each pair of repetitions.
+
+    An lru visit without a candidate visit of its own joins the last one's pairs.
+    """
+    pairs: dict[tuple[int, int], dict] = {}
+    for side, visits in (("baseline", baselines), ("candidate", candidates)):
+        for visit_number, visit in enumerate(visits):
+            for result in visit["report"]["results"]:
+                if result["repetition"] is not None:
+                    unit = (min(visit_number, len(candidates) - 1), result["repetition"])
+                    pair = pairs.setdefault(unit, {"baseline": [], "candidate": []})
+                    pair[side].append(result)
+    return [pairs[unit] for unit in sorted(pairs)]
+
+
+def _values(pairs: list[dict], side: str, kind: str, name: str) -> np.ndarray:
+    rows = [[r[name] for r in pair[side] if r["kind"] == kind] for pair in pairs]
+    width = max(map(len, rows), default=0)
+    return np.array([row + [np.nan] * (width - len(row)) for row in rows], dtype=float)
+
+
+def _resample(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def _interval(samples: np.ndarray) -> list[float]:
+    tail = (100 - CONFIDENCE_PERCENT) / 2
+    return [round(float(v), 4) for v in np.percentile(samples, (tail, 100 - tail))]
+
+
+def kept_difference(pairs: list[dict]) -> dict:
+    """Hot tokens still cached after the flood: both means, their difference and its interval."""
+    base = np.nanmean(_values(pairs, "baseline", "hot_replay", "cached_tokens"), axis=1)
+    cand = np.nanmean(_values(pairs, "candidate", "hot_replay", "cached_tokens"), axis=1)
+    difference = cand - base
+    return {
+        "baseline_mean": round(float(base.mean()), 2),
+        "candidate_mean": round(float(cand.mean()), 2),
+        "difference_mean": round(float(difference.mean()), 2),
+        "difference_interval": _interval(difference[_resample(len(difference))].mean(axis=1)),
+        "pairs": len(pairs),
+    }
+
+
+def ttft_ratios(pairs: list[dict], baselines: list[dict], kind: str) -> dict | None:
+    """Candidate over baseline p50, p95 and p99 of a kind's TTFT; None when it was not sent.
+
+    "slowest_baseline_ms" is the largest of the single lru visits' percentiles: what lru itself
+    can look like on this machine.
+    """
+    base, cand = (_values(pairs, side, kind, "ttft_ms") for side in ("baseline", "candidate"))
+    if not base.size or not cand.size:
+        return None
+    pick = _resample(len(pairs))
+    answer: dict = {"samples": {"baseline": base.size, "candidate": cand.size}}
+    for percentile in (50, 95, 99):
+
+        def of(values: np.ndarray, axis: int | None = None, p: int = percentile) -> np.ndarray:
+            return np.nanpercentile(values, p, axis=axis)
+
+        drawn = of(cand[pick].reshape(RESAMPLES, -1), 1) / of(base[pick].reshape(RESAMPLES, -1), 1)
+        single = [v["report"]["ttft_ms"][kind][f"p{percentile}"] for v in baselines]
+        answer[f"p{percentile}"] = {
+            "baseline_ms": round(float(of(base)), 3),
+            "candidate_ms": round(float(of(cand)), 3),
+            "ratio": round(float(of(cand) / of(base)), 4),
+            "ratio_interval": _interval(drawn),
+            "slowest_baseline_ms": max(single),
+        }
+    return answer
+
+
+def compare_outputs(baselines: list[dict], candidates: list[dict]) -> dict:
+    """Compare the temperature-0 text of each prompt with what lru answered to the same prompt.
+
+    lru answers the hot prompt from the cache and without it: either text counts as equal.
+    """
+    expected: dict[tuple, set[str]] = {}
+    for report in (v["report"] for v in baselines):
+        for result in report["results"]:
+            expected.setdefault((report["seed"], result["key"]), set()).add(result["text"])
+    answers = {
+        (report["seed"], r["key"], r["text"])
+        for report in (v["report"] for v in candidates)
+        for r in report["results"]
+    }
+    shared = [a for a in answers if a[:2] in expected]
+    different = [a for a in shared if a[2] not in expected[a[:2]]]
+    return {
+        "compared": len(shared),
+        "different": len(different),
+        "different_keys": sorted({key for _, key, _ in different})[:20],
+        "lru_prompts_with_several_texts": sum(len(texts) > 1 for texts in expected.values()),
+    }
+
+
+def _all_pass(checks: list[dict]) -> bool:
+    return all(check["status"] == PASS for check in checks)
+
+
+def _check(name: str, status: str, detail: str) -> dict:
+    return {"name": name, "status": status, "detail": detail}
+
+
+def _requests(baselines: list[dict], candidates: list[dict]) -> dict:
+    def faults(visits: list[dict]) -> list[str]:
+        found = []
+        for visit in visits:
+            where = f"{visit['role']} ({visit['mode_asked']})"
+            if visit["report"] is None:
+                found.append(f"{where}: {visit['error']}")
+            elif failed := visit["report"]["failures"]:
+                sent = visit["report"]["requests"]["sent"]
+                ended = f"; {visit['error']}" if visit["error"] else ""
+                found.append(
+                    f"{where}: {len(failed)} of {sent} requests failed, the first: "
+                    f"{failed[0]['error']}{ended}"
+                )
+        return found
+
+    if not baselines:
+        return _check("requests", UNKNOWN, "no server was measured")
+    if bad := faults(candidates):
+        return _check("requests", FAIL, "; ".join(bad))
+    if bad := faults(baselines):
+        return _check("requests", UNKNOWN, "; ".join(bad))
+    sent = sum(v["report"]["requests"]["sent"] for v in [*baselines, *candidates])
+    return _check("requests", PASS, f"all {sent} requests were answered")
+
+
+def _modes(visits: list[dict], candidate_mode: str) -> dict:
+    wrong = [
+        f"{v['role']}: asked for {v['mode_asked']}, the server reports {v['report']['mode']}"
+        for v in visits
+        if v["report"] and v["report"]["mode"] != v["mode_asked"]
+    ]
+    if wrong:
+        return _check("mode", UNKNOWN, "; ".join(wrong))
+    return _check("mode", PASS, f"the servers report lru and {candidate_mode} as asked")
+
+
+def _counters(visits: list[dict]) -> dict:
+    problems = [
+        f"{v['role']}: {problem}"
+        for v in visits
+        for problem in (v["report"]["problems"] if v["report"] else [])
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        return _check("counters", UNKNOWN, "; ".join(problems[:3]) + more)
+    return _check("counters", PASS, "the servers' counters agree with the answers' own usage")
+
+
+def _samples(baselines: list[dict], candidates: list[dict], limits: Limits) -> dict:
+    if not candidates:
+        return _check("samples", UNKNOWN, "no candidate was run")
+    pairs = len(pair_repetitions(baselines, candidates))
+    status = PASS if pairs >= limits.min_samples else UNKNOWN
+    remedy = "" if status == PASS else ": give more --repetitions or --repeats"
+    return _check("samples", status, f"{pairs} pairs, {limits.min_samples} needed{remedy}")
+
+
+def _pressure(baselines: list[dict]) -> dict:
+    reports = [v["report"] for v in baselines]
+    warm = reports[0]["warm_prefix_cached_tokens"]
+    if not warm:
+        return _check("pressure", UNKNOWN, "the warmed prefix was never served from the cache")
+    if any(never_lost(report) for report in reports):
+        return _check(
+            "pressure",
+            UNKNOWN,
+            f"lru kept all {warm} tokens through the flood, so nothing was tested: "
+            "flood with more or longer prompts, or give the server fewer blocks",
+        )
+    lost = warm - max(report["post_flood_cached_tokens"] for report in reports)
+    return _check("pressure", PASS, f"lru lost {lost} of {warm} hot tokens under the flood")
+
+
+def _kept(numbers: dict) -> dict:
+    low, high = numbers["difference_interval"]
+    text = (
+        f"hot tokens kept: candidate {numbers['candidate_mean']:g}, lru "
+        f"{numbers['baseline_mean']:g} (difference {numbers['difference_mean']:+g}, "
+        f"{CONFIDENCE_PERCENT}% interval {low:g} to {high:g})"
+    )
+    if low > 0:
+        return _check("kept", PASS, text)
+    if numbers["difference_mean"] > 0:
+        return _check("kept", UNKNOWN, f"{text}: too uncertain, give more --repetitions")
+    return _check("kept", FAIL, f"{text}: no more than lru")
+
+
+def _ttft(kind: str, numbers: dict, limits: Limits) -> dict:
+    p95 = numbers["p95"]
+    low, high = p95["ratio_interval"]
+    text = f"{JUDGED_KINDS[kind]} TTFT p95: candidate {p95['candidate_ms']:.1f} ms"
+    name = f"ttft_{kind}"
+    if limits.ttft_p95_budget_ms is not None:
+        status = PASS if p95["candidate_ms"] <= limits.ttft_p95_budget_ms else FAIL
+        return _check(name, status, f"{text}, budget {limits.ttft_p95_budget_ms:g} ms")
+    text += (
+        f", lru {p95['baseline_ms']:.1f} ms (ratio {p95['ratio']:.2f}, {CONFIDENCE_PERCENT}% "
+        f"interval {low:.2f} to {high:.2f}; allowed {1 + limits.ttft_regression:.2f})"
+    )
+    # Clearly worse: beyond the allowance with confidence, and than every single lru visit.
+    allowed = 1 + limits.ttft_regression
+    beyond_every_visit = p95["candidate_ms"] > allowed * p95["slowest_baseline_ms"]
+    if low > allowed and beyond_every_visit:
+        return _check(name, FAIL, f"{text}: clearly worse")
+    return _check(name, PASS, text)
+
+
+def _outputs(numbers: dict) -> dict:
+    same = numbers["compared"] - numbers["different"]
+    text = f"{same} of {numbers['compared']} outputs at temperature 0 equal lru's"
+    if numbers["different"]:
+        return _check("outputs", FAIL, f"{text}; different: {numbers['different_keys']}")
+    return _check("outputs", PASS, text)
+
+
+def _rollback(visits: list[dict]) -> dict:
+    if not visits or visits[-1]["role"] != "rollback":
+        return _check("rollback", UNKNOWN, "the rollback to lru was not run")
+    report = visits[-1]["report"]
+    if report is None:
+        return _check("rollback", FAIL, f"the rollback did not serve: {visits[-1]['error']}")
+    served = report["requests"]["sent"] - report["requests"]["failed"]
+    text = f"after the rollback the server reports {report['mode']} and served {served} requests"
+    good = report["mode"] == "lru" and served and not report["requests"]["failed"]
+    return _check("rollback", PASS if good else FAIL, text)
