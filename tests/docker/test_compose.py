@@ -84,7 +84,7 @@ def test_placeholder_stops_the_start(interpolated):
     condition = {service: services[service].get("depends_on") for service in SERVERS}
     assert condition == {
         "vllm": {"preflight": {"condition": "service_completed_successfully"}},
-        "prometheus": {"vllm": {"condition": "service_healthy"}},
+        "prometheus": {"vllm": {"condition": "service_started"}},
         "grafana": {"prometheus": {"condition": "service_healthy"}},
     }
 
