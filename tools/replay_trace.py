@@ -89,7 +89,7 @@ def make_pool(capacity_blocks: int, mode: str, settings: Mapping[str, object]):
     """A real BlockPool with that many usable blocks (block 0 is vLLM's null block).
 
     Raises RuntimeError when vLLM or the active policy is not installed, ValueError
-    when the policy refuses a setting.
+    when the policy replaces a setting by another value.
     """
     try:
         from vllm.v1.core.block_pool import BlockPool
@@ -106,6 +106,9 @@ def make_pool(capacity_blocks: int, mode: str, settings: Mapping[str, object]):
             f"mode {mode} was asked for, but the BlockPool's policy is "
             f"{'on' if enabled else 'off or missing'}: run tools/install_computecache.py"
         )
+    for name, value in settings.items() if enabled else ():
+        if (used := getattr(pool.computecache.settings, name)) != value:
+            raise ValueError(f"COMPUTECACHE_{name.upper()} is {value}, but the policy takes {used}")
     return pool
 
 
