@@ -67,7 +67,7 @@ def chart_of(rows: list[dict]) -> str:
 
     names = list(dict.fromkeys(row["trace"] for row in rows))
     figure, panels = pyplot.subplots(
-        1, len(names), figsize=(4.5 * len(names), 3.6), squeeze=False, layout="constrained"
+        1, len(names), figsize=(4.5 * len(names), 4.2), squeeze=False, layout="constrained"
     )
     for name, panel in zip(names, panels[0], strict=True):
         here = [row for row in rows if row["trace"] == name]
@@ -78,8 +78,14 @@ def chart_of(rows: list[dict]) -> str:
             style = {"lru": "k--", "optimum": "k:"}.get(mode, "-")
             panel.plot(*zip(*points, strict=True), style, marker=".", label=mode)
         panel.set(title=name, xscale="log", xlabel="capacity, blocks", ylabel="hit ratio")
+        sizes = sorted({row["capacity_blocks"] for row in here})
+        panel.set_xticks(sizes, labels=map(str, sizes), rotation=45)
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0][0].legend(fontsize="small")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(6, 3 * len(names)), fontsize="small"
+    )
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     pyplot.close(figure)
