@@ -70,7 +70,9 @@ def _cell_table(cells: list[dict]) -> str:
         points = [_points(here[name].get("points_over_lru")) for name in others]
         rows.append([trace, f"{capacity:.0%}", *bounds, *points])
     title = (
-        "Hit blocks in contiguous prefixes per block reference; the rest in points over LRU.\n\n"
+        "Blocks in hit prefixes per block reference; the others in points over LRU. Published\n"
+        "policies hold no blocks for requests in flight, so in a small cache they can seem to\n"
+        "beat the optimum.\n\n"
     )
     return title + _table(header, rows)
 
