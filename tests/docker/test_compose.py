@@ -63,8 +63,10 @@ def test_placeholder_stops_the_start(interpolated):
     """preflight sees what Compose read, and nothing starts before it has succeeded."""
     services = interpolated()["services"]
     preflight = services["preflight"]
-    script = REPO / Path(preflight["entrypoint"][1]).relative_to("/opt/computecache")
-    command = [sys.executable, "-S", script, *preflight["entrypoint"][2:], *preflight["command"]]
+    (mount,) = preflight["volumes"]
+    assert preflight["entrypoint"][:2] == ["python3", mount["target"]]
+    arguments = [*preflight["entrypoint"][2:], *preflight["command"]]
+    command = [sys.executable, "-S", REPO / mount["source"], *arguments]
 
     def start(**changed: str) -> subprocess.CompletedProcess:
         environment = interpolated(**changed)["services"]["preflight"]["environment"]
@@ -144,7 +146,7 @@ def test_configuration_is_mounted_read_only_and_must_exist(interpolated):
             else:
                 assert re.match(r"[a-z-]+:/", volume), "a path in short form would be created"
     assert [source for source in sources if not (REPO / source).exists()] == []
-    assert len(sources) == 4
+    assert len(sources) == 5
 
 
 def test_named_volumes_are_declared_and_used(interpolated):
