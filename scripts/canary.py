@@ -121,7 +121,10 @@ def visit(target, options: argparse.Namespace, role: str, mode: str, number: int
 
     async def measure(site) -> None:
         key = read_api_key(options.project / ".env")
-        async with Client(site.base_url, api_key=key, model=options.model) as client:
+        timeout_s = options.request_timeout
+        async with Client(
+            site.base_url, api_key=key, model=options.model, timeout_s=timeout_s
+        ) as client:
             found["vllm"] = await client.version()
             found["report"] = await press(client, options, site.policy, progress)
 

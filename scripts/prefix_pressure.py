@@ -296,6 +296,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     add("--arrivals", type=float, help="one-use prompts a second, Poisson (default: no waiting)")
     add("--max-requests", type=positive, help="cut the plan after this many")
     add("--max-seconds", type=float, default=600.0, help="start no request after this time")
+    add("--request-timeout", type=float, default=120.0, help="seconds without a byte")
     add("--seed", type=int, default=0)
 
 
@@ -346,6 +347,7 @@ async def _run(options: argparse.Namespace) -> dict:
         options.base_url,
         api_key=read_api_key(),
         model=options.model,
+        timeout_s=options.request_timeout,
         data_parallel_rank=options.data_parallel_rank,
     ) as client:
         return await press(client, options, policy, show)

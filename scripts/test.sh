@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Set up, then every test. Arguments go to pytest (for instance -k canary, or -m "not server").
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# promtool checks the rules, Chromium opens the report; both are Debian packages.
+missing=()
+command -v promtool >/dev/null || missing+=(prometheus)
+command -v chromium >/dev/null || missing+=(chromium)
+if [ ${#missing[@]} -gt 0 ]; then
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        echo "test.sh: not installed: ${missing[*]}. Install it (Debian: apt-get install" \
+            "${missing[*]}) or run as root: the tests that need it fail without it" >&2
+        exit 2
+    fi
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+bash scripts/setup_env.sh serve tools peers test
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+# The policy and its safety suite need the standard library only.
+python3 tests/v1/core/test_computecache_policy.py
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prefix_pressure.py as an operator runs it, against a simulated server."""
+
+import json
+
+import pytest
+
+SMALL = ("--hot-tokens", 320, "--flood-tokens", 640, "--flood-requests", 4)
+
+
+@pytest.fixture
+def press(script):
+    def run(server, *arguments, **env):
+        addresses = ("--base-url", server.url, "--policy-metrics-url", server.policy_url)
+        return script("prefix_pressure.py", *addresses, *SMALL, *arguments, **env)
+
+    return run
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("lru", 0), ("active", 304)])
+def test_the_json_says_what_survived(fake, press, mode, kept):
+    with fake("--mode", mode) as server:
+        done = press(server, "--repetitions", 2, "--survival", "1,2", "--control-requests", 1)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["mode"] == mode
+    assert report["scan_limit"] == 64
+    assert report["warm_prefix_cached_tokens"] == 304
+    assert report["post_flood_cached_tokens"] == kept
+    assert report["hot_prefix_preserved"] is (kept == 304)
+    assert report["flood_requests"] == 4
+    assert report["failures"] == []
+    assert report["problems"] == []
+    assert report["ttft_ms"]["hot_replay"]["samples"] == 2
+    assert report["ttft_ms"]["flood"]["samples"] == 8
+    assert report["ttft_ms"]["control"]["p50"] > 0
+    assert report["tokens"]["flood"] == {"prompt": 8 * 640, "cached": 0}
+    assert [r["flood_requests"] for r in report["replays"]] == [4, 4, 1, 2]
+    assert report["counters"]["hits_tokens"] == sum(t["cached"] for t in report["tokens"].values())
+    assert report["policy"]["counters"] == {"victims_reused": 3}
+
+
+def test_counters_stand_in_for_usage_without_details(fake, press):
+    with fake("--mode", "active", "--no-usage-details") as server:
+        done = press(server)
+    assert json.loads(done.stdout)["post_flood_cached_tokens"] == 304
+
+
+def test_a_failed_request_is_in_the_json_and_in_the_exit_code(fake, press):
+    with fake("--fail-at", 5) as server:
+        done = press(server)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert report["failures"][0]["error"].startswith("HTTP 500")
+    assert report["requests"]["failed"] == len(report["failures"]) > 0
+    assert report["hot_prefix_preserved"] is False
+
+
+def test_a_server_that_ends_in_the_middle_is_a_failure(fake, press):
+    with fake("--die-at", 6) as server:
+        done = press(server)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["requests"]["failed"] >= 1
+
+
+def test_traffic_of_others_makes_the_run_worthless(fake, press):
+    with fake("--foreign-tokens", 16) as server:
+        done = press(server)
+    assert done.returncode == 2
+    assert "other traffic" in done.stderr
+
+
+def test_missing_counters_are_an_error_not_zero(fake, press):
+    with fake("--no-counters") as server:
+        done = press(server)
+    assert done.returncode == 2
+    assert "vllm:prefix_cache_queries_total" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_server_without_a_policy_must_be_expected(fake, press):
+    with fake("--mode", "unpatched") as server:
+        surprised, expected = press(server), press(server, "--expect-unpatched")
+    assert surprised.returncode == 2
+    assert "--expect-unpatched" in surprised.stderr
+    assert json.loads(expected.stdout)["mode"] == "unpatched"
+    with fake("--mode", "lru") as server:
+        assert press(server, "--expect-unpatched").returncode == 2
+
+
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_sent(fake, press):
+    with fake("--max-model-len", 512) as server:
+        done = press(server)
+        assert server.served == 0
+    assert done.returncode == 2
+    assert "max-model-len of 512" in done.stderr
+
+
+def test_the_key_is_read_from_the_environment_and_never_shown(fake, press):
+    key = "k3y-of-this-test"
+    with fake("--api-key", key) as server:
+        refused, accepted = press(server, VLLM_API_KEY="wrong"), press(server, VLLM_API_KEY=key)
+    assert refused.returncode == 2
+    assert "HTTP 401 (set VLLM_API_KEY)" in refused.stderr
+    assert accepted.returncode == 0
+    assert key not in accepted.stdout + accepted.stderr
+
+
+def test_max_seconds_and_max_requests_bound_a_run(fake, press):
+    with fake("--delay-s", 0.1) as server:
+        done = press(server, "--max-seconds", 0.5)
+        assert done.returncode == 2
+        assert "--max-seconds ended the run" in done.stderr
+        assert json.loads(press(server, "--max-requests", 4).stdout)["requests"]["sent"] == 4
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("--shape", "zipf", "--max-requests", 30, "--concurrency", 3),
+        ("--shape", "zipf", "--max-requests", 30, "--concurrency", 8, "--arrivals", 200),
+        ("--shape", "sessions", "--prefixes", 3, "--turns", 3, "--concurrency", 3),
+    ],
+)
+def test_other_shapes_reuse_what_they_should(fake, press, shape):
+    with fake("--blocks", 512) as server:
+        done = press(server, *shape)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    reused = "session_turn" if "sessions" in shape else "hot"
+    assert report["tokens"][reused]["cached"] > 0.5 * report["tokens"][reused]["prompt"]
+    assert report["counters"]["hit_ratio"] > 0.1
+
+
+def test_a_trace_is_replayed(fake, press, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    records = [
+        {"timestamp_ms": i, "input_length": 1024, "hash_ids": [0, i % 3 + 1]} for i in range(12)
+    ]
+    trace.write_text("".join(json.dumps(r) + "\n" for r in records))
+    with fake() as server:
+        done = press(server, "--shape", "trace", "--trace", trace, "--trace-block-tokens", 64)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert report["requests"] == {"planned": 12, "sent": 12, "failed": 0}
+    # 1 of 12 shares nothing, 2 share the first block only, 9 all but what must be computed.
+    assert report["tokens"]["trace"] == {"prompt": 12 * 128, "cached": 2 * 64 + 9 * 112}
+
+
+def test_a_plan_without_requests_is_refused(fake, press, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("")
+    with fake() as server:
+        done = press(server, "--shape", "trace", "--trace", trace)
+    assert done.returncode == 2
+    assert "no request" in done.stderr

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verdict.judge on made-up visits: what leads to each outcome."""
+
+import copy
+
+import pytest
+from verdict import ACCEPT, INCONCLUSIVE, REJECT, Limits, judge, pair_repetitions
+
+WARM = 608
+LRU_TTFT_MS = [30, 31, 32, 33, 34, 35]
+
+
+def make_visit(role, mode, kept=0, hot_ms=60, flood_ms=60, repetitions=6, text="same"):
+    """A visit with one hot replay and one flood prompt a repetition, TTFT spread by 5 ms."""
+    results = []
+    for repetition in range(repetitions):
+        for kind, ms, cached in (("flood", flood_ms, 0), ("hot_replay", hot_ms, kept)):
+            key = "hot" if kind == "hot_replay" else f"flood/{repetition}"
+            results.append(
+                {
+                    "kind": kind,
+                    "key": key,
+                    "repetition": repetition,
+                    "ttft_ms": ms + repetition,
+                    "cached_tokens": cached,
+                    "text": text,
+                    "error": None,
+                }
+            )
+    report = {
+        "mode": mode,
+        "seed": 0,
+        "warm_prefix_cached_tokens": WARM,
+        "post_flood_cached_tokens": kept,
+        "requests": {"sent": len(results), "failed": 0},
+        "failures": [],
+        "problems": [],
+        "ttft_ms": {
+            "flood": dict.fromkeys(("p50", "p95", "p99"), flood_ms + 5),
+            "hot_replay": dict.fromkeys(("p50", "p95", "p99"), hot_ms + 5),
+        },
+        "results": results,
+    }
+    return {"role": role, "mode_asked": mode, "report": report, "error": None}
+
+
+def good_canary(**candidate):
+    return [
+        make_visit("baseline", "lru"),
+        make_visit("candidate", "active", **({"kept": WARM, "hot_ms": 20} | candidate)),
+        make_visit("rollback", "lru"),
+    ]
+
+
+def outcome(visits, **limits):
+    verdict = judge(visits, "active", Limits(**limits))
+    by_status = {
+        status: [c["name"] for c in verdict.checks if c["status"] == status]
+        for status in ("fail", "unknown")
+    }
+    return verdict.outcome, by_status["fail"] + by_status["unknown"]
+
+
+def test_keeping_what_lru_loses_is_accepted_with_its_numbers():
+    verdict = judge(good_canary(), "active", Limits())
+    assert (verdict.outcome, verdict.exit_code) == (ACCEPT, 0)
+    assert verdict.statistics["kept_tokens"] == {
+        "baseline_mean": 0,
+        "candidate_mean": WARM,
+        "difference_mean": WARM,
+        "difference_interval": [WARM, WARM],
+        "pairs": 6,
+    }
+    hot = verdict.statistics["ttft"]["hot_replay"]
+    assert hot["samples"] == {"baseline": 12, "candidate": 6}
+    assert hot["p95"]["ratio"] < 0.5
+    assert any("+608" in reason for reason in verdict.reasons)
+
+
+def test_keeping_no_more_than_lru_is_rejected():
+    assert outcome(good_canary(kept=0)) == (REJECT, ["kept"])
+
+
+def test_keeping_more_in_one_repetition_only_is_not_enough():
+    visits = good_canary(kept=0)
+    visits[1]["report"]["results"][1]["cached_tokens"] = WARM
+    assert outcome(visits) == (INCONCLUSIVE, ["kept"])
+
+
+def test_a_failed_candidate_request_is_rejected_and_the_error_is_quoted():
+    visits = good_canary()
+    visits[1]["report"]["failures"] = [{"kind": "flood", "index": 3, "error": "HTTP 500: boom"}]
+    visits[1]["error"] = "the server ended by itself with -9"
+    verdict = judge(visits, "active", Limits())
+    assert verdict.outcome == REJECT
+    assert "HTTP 500: boom" in verdict.reasons[0]
+    assert "ended by itself with -9" in verdict.reasons[0]
+
+
+def test_a_candidate_that_never_started_is_rejected():
+    visits = good_canary()
+    visits[1] |= {"report": None, "error": "the server ended with 1"}
+    assert outcome(visits) == (REJECT, ["requests"])
+
+
+def test_a_failed_baseline_says_nothing_about_the_candidate():
+    visits = [good_canary()[0]]
+    visits[0] |= {"report": None, "error": "the server ended with 1"}
+    assert outcome(visits) == (INCONCLUSIVE, ["requests"])
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_mode_that_was_not_asked_for_decides_nothing_but_a_failed_rollback_does(number):
+    visits = good_canary()
+    visits[number]["report"]["mode"] = "lru" if number == 1 else "active"
+    expected = REJECT if number == 2 else INCONCLUSIVE
+    assert outcome(visits)[0] == expected
+    assert "mode" in outcome(visits)[1]
+
+
+def test_lru_that_lost_nothing_tested_nothing():
+    visits = [make_visit("baseline", "lru", kept=WARM)]
+    assert outcome(visits) == (INCONCLUSIVE, ["pressure"])
+
+
+def test_a_prefix_that_was_never_cached_tested_nothing():
+    visits = good_canary()
+    visits[0]["report"]["warm_prefix_cached_tokens"] = 0
+    assert outcome(visits) == (INCONCLUSIVE, ["pressure"])
+
+
+def test_counters_that_disagree_decide_nothing():
+    visits = good_canary()
+    visits[0]["report"]["problems"] = ["the server's counters went backwards"]
+    assert outcome(visits) == (INCONCLUSIVE, ["counters"])
+
+
+def test_too_few_repetitions_decide_nothing():
+    assert outcome(good_canary(), min_samples=7) == (INCONCLUSIVE, ["samples"])
+
+
+def test_a_clearly_slower_flood_is_rejected():
+    verdict = judge(good_canary(flood_ms=90), "active", Limits())
+    assert verdict.outcome == REJECT
+    assert "ratio 1.4" in verdict.reasons[0]
+
+
+def test_a_flood_slower_than_one_lru_visit_but_not_than_the_other_is_noise():
+    visits = good_canary(flood_ms=90)
+    visits[2] = make_visit("rollback", "lru", flood_ms=95)
+    assert outcome(visits) == (ACCEPT, [])
+
+
+def test_the_allowance_is_the_operators():
+    assert outcome(good_canary(flood_ms=90), ttft_regression=0.6) == (ACCEPT, [])
+
+
+def test_a_budget_replaces_the_comparison():
+    assert outcome(good_canary(flood_ms=90), ttft_p95_budget_ms=100) == (ACCEPT, [])
+    assert outcome(good_canary(), ttft_p95_budget_ms=50) == (REJECT, ["ttft_flood"])
+
+
+def test_another_text_at_temperature_0_is_rejected_and_named():
+    visits = good_canary()
+    visits[1]["report"]["results"][2]["text"] = "other"
+    verdict = judge(visits, "active", Limits())
+    assert verdict.outcome == REJECT
+    assert "flood/1" in verdict.reasons[0]
+
+
+def test_lru_answers_from_the_cache_and_without_it_both_count_as_equal():
+    visits = good_canary()
+    for result in visits[1]["report"]["results"]:
+        result["text"] = "from the cache" if result["key"] == "hot" else "same"
+    visits[0]["report"]["results"][1]["text"] = "from the cache"
+    assert outcome(visits) == (ACCEPT, [])
+
+
+def test_without_a_rollback_there_is_no_accept():
+    assert outcome(good_canary()[:2]) == (INCONCLUSIVE, ["rollback"])
+
+
+def test_a_rollback_that_does_not_serve_is_rejected():
+    visits = good_canary()
+    visits[2] |= {"report": None, "error": "no answer"}
+    found, names = outcome(visits)
+    assert found == REJECT
+    assert "rollback" in names
+
+
+def test_pairs_follow_the_order_of_visits():
+    visits = good_canary()
+    second = copy.deepcopy(visits)
+    baselines = [visits[0], second[0], second[2]]
+    pairs = pair_repetitions(baselines, [visits[1], second[1]])
+    assert [len(pair["baseline"]) for pair in pairs] == [2] * 6 + [4] * 6
+    assert all(len(pair["candidate"]) == 2 for pair in pairs)
