@@ -20,12 +20,14 @@ class Cache:
 
     def __init__(self, capacity, mode):
         self.capacity, self.mode = capacity, mode
-        self.hits = {}  # chain of the prompt up to a block's end -> times hit; first is evicted
+        self.hits = {}  # hash of a prompt up to a block's end -> times hit; the first is evicted
         self.lock = threading.Lock()
         self.queried_tokens = self.hit_tokens = 0
 
     def lookup(self, prompt):
-        chains = [tuple(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+        chains, chain = [], 0
+        for end in range(BLOCK, len(prompt) + 1, BLOCK):
+            chains.append(chain := hash((chain, *prompt[end - BLOCK : end])))
         with self.lock:
             found = 0
             while found < (len(prompt) - 1) // BLOCK and chains[found] in self.hits:
@@ -52,6 +54,7 @@ class Fake(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # headers and body in one segment: two would wait for a delayed ACK
 
     def log_message(self, *arguments):
         pass

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canary on a Compose stack: what happens to .env and in which order, interrupted or not.
+
+`docker` on PATH is a stand-in (fake_docker.py) and so is the server.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from embedded_server import free_port
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[1]
+
+ENV = "# of this test\nVLLM_API_KEY=secret-of-this-test\nCOMPUTECACHE_MODE=lru\nAPI_PORT={port}\n"
+DRILL = ("--hot-tokens", "320", "--ttft-regression", "300%")
+
+
+class Stack:
+    """A folder with .env, a `docker` of its own and the canary's records in out/."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.env_file = folder / ".env"
+        self.env_file.write_text(ENV.format(port=free_port()))
+        self.env_file.chmod(0o600)
+        self.before = self.env_file.read_bytes()
+        self.fake_options("--api-key secret-of-this-test")
+        docker = folder / "bin" / "docker"
+        docker.parent.mkdir()
+        docker.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_docker.py"} "$@"\n')
+        docker.chmod(0o755)
+
+    def fake_options(self, text, mode=None):
+        (self.folder / ("fake_options" + (f"_{mode}" if mode else ""))).write_text(text)
+
+    def start(self, *arguments, **env):
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        script = [sys.executable, str(REPO / "scripts" / "canary.py"), "run"]
+        where = ["--target", "compose", "--project", self.folder, "--out", self.folder / "out"]
+        return subprocess.Popen(
+            [*script, *map(str, where), *DRILL, *arguments],
+            env=os.environ | {"PATH": path} | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments, **env):
+        process = self.start(*arguments, **env)
+        self.output = "\n".join(process.communicate(timeout=120))
+        return process.returncode
+
+    def record(self, name="canary.json"):
+        return json.loads((self.folder / "out" / name).read_text())
+
+    def ups(self):
+        return (self.folder / "docker.log").read_text().split("\n")[:-1]
+
+    def wait_for_phase(self, process, phase):
+        state = self.folder / "out" / "canary-state.json"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            if state.exists() and json.loads(state.read_text())["phase"] == phase:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"phase {phase} was not reached: {process.communicate()}")
+
+
+@pytest.fixture
+def stack(tmp_path):
+    stack = Stack(tmp_path)
+    yield stack
+    if (pid_file := tmp_path / "server.pid").exists():
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+def test_accept_leaves_lru_and_the_very_same_env_file(stack):
+    assert stack.run() == 0, stack.output
+    assert stack.ups() == ["up lru", "up active", "up lru", "up lru"]
+    assert stack.env_file.read_bytes() == stack.before
+    assert stack.env_file.stat().st_mode & 0o777 == 0o600
+    canary, release = stack.record(), stack.record("release.json")
+    assert canary["outcome"] == release["outcome"] == "ACCEPT"
+    assert [(p["phase"], p["mode"], p["hot_prefix"]) for p in canary["phases"]] == [
+        ("baseline", "lru", "lost"),
+        ("candidate", "active", "kept"),
+        ("rollback", "lru", "lost"),
+    ]
+    assert release["final_mode"] == "lru"
+    assert release["gpu"] == "Fake GPU, 1.0"
+    assert release["image"] == "sha256:feed"
+    assert release["rollback"]["requests_served"] > 0
+    written = "".join(path.read_text() for path in (stack.folder / "out").iterdir())
+    assert "secret-of-this-test" not in written + stack.output
+
+
+def test_promote_leaves_active_after_accept_only(stack):
+    assert stack.run("--promote") == 0, stack.output
+    assert stack.ups()[-1] == "up active"
+    assert b"COMPUTECACHE_MODE=active\n" in stack.env_file.read_bytes()
+    assert stack.record("release.json")["final_mode"] == "active"
+
+
+def test_promote_after_reject_leaves_lru(stack):
+    stack.fake_options("--fail-at 40", "active")
+    assert stack.run("--promote") == 1, stack.output
+    assert stack.ups()[-1] == "up lru"
+    assert stack.env_file.read_bytes() == stack.before
+    assert "HTTP 500" in stack.record()["reasons"][0]
+
+
+def test_a_candidate_whose_server_dies_is_rejected_and_rolled_back(stack):
+    stack.fake_options("--die-at 40", "active")
+    assert stack.run() == 1, stack.output
+    assert stack.ups()[-1] == "up lru"
+    canary = stack.record()
+    assert [p["phase"] for p in canary["phases"]] == ["baseline", "candidate", "rollback"]
+    assert canary["phases"][1]["requests_failed"] > 0
+    assert canary["phases"][2]["mode"] == "lru"
+    assert canary["phases"][2]["requests_served"] > 0
+
+
+def test_other_texts_in_the_candidate_are_rejected(stack):
+    stack.fake_options("--text-suffix x", "active")
+    assert stack.run() == 1, stack.output
+    assert "outputs at temperature 0" in stack.record()["reasons"][0]
+
+
+def test_abba_restarts_the_server_for_every_visit(stack):
+    assert stack.run("--repeats", "2") == 0, stack.output
+    assert stack.ups() == ["up lru", "up active", "up active", "up lru", "up lru"]
+    assert stack.record()["statistics"]["kept_tokens"]["pairs"] == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("phase", ["baseline", "candidate", "rollback"])
+def test_interrupted_in_any_phase_lru_is_restored_and_the_record_says_so(stack, phase, number):
+    stack.fake_options("--api-key secret-of-this-test --delay-s 0.02")
+    process = stack.start()
+    stack.wait_for_phase(process, phase)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert stack.ups()[-1] == "up lru"
+    assert stack.env_file.read_bytes() == stack.before
+    canary = stack.record()
+    assert canary["outcome"] == "INCONCLUSIVE"
+    assert f"interrupted by {number.name} in phase {phase}" in " ".join(canary["reasons"])
+    assert phase not in [p["phase"] for p in canary["phases"]]
+    assert canary["final_mode"] == "lru"
+    assert "Traceback" not in errors
+
+
+def test_after_kill_9_the_next_canary_cleans_up_first(stack):
+    stack.fake_options("--api-key secret-of-this-test --delay-s 0.02")
+    process = stack.start()
+    stack.wait_for_phase(process, "candidate")
+    while "up active" not in stack.ups():
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)
+    assert b"=active" in stack.env_file.read_bytes()
+    killed_at = len(stack.ups())
+    stack.fake_options("--api-key secret-of-this-test")
+    assert stack.run() == 0, stack.output
+    assert "the last canary was killed in phase candidate" in stack.output
+    assert stack.ups()[killed_at:] == ["up lru"] * 2 + ["up active"] + ["up lru"] * 2
+    assert stack.env_file.read_bytes() == stack.before
+
+
+def test_an_env_file_without_a_mode_gets_its_bytes_back(stack):
+    stack.before = stack.before.replace(b"COMPUTECACHE_MODE=lru\n", b"")
+    stack.env_file.write_bytes(stack.before)
+    assert stack.run() == 0, stack.output
+    assert stack.env_file.read_bytes() == stack.before
+
+
+def test_a_stack_found_in_active_is_left_in_lru(stack):
+    stack.env_file.write_bytes(stack.before.replace(b"=lru", b"=active"))
+    assert stack.run() == 0, stack.output
+    assert stack.env_file.read_bytes() == stack.before
+
+
+def test_an_exported_mode_does_not_reach_compose(stack):
+    assert stack.run(COMPUTECACHE_MODE="lru") == 0, stack.output
+    assert "COMPUTECACHE_MODE is exported" in stack.output
+
+
+def test_lru_that_cannot_be_restored_is_said_and_tried_again(stack):
+    process = stack.start()
+    stack.wait_for_phase(process, "rollback")
+    (stack.folder / "broken").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stack.record()["final_mode"] == "unknown"
+    assert "NOT RESTORED" in stack.record("release.json")["left"]
+    assert stack.env_file.read_bytes() == stack.before
+    (stack.folder / "broken").unlink()
+    assert stack.run() == 0, stack.output
+    assert "cleaning up after it" in stack.output
+
+
+def test_two_canaries_at_once_are_refused(stack):
+    process = stack.start()
+    stack.wait_for_phase(process, "baseline")
+    assert stack.run() == 2
+    assert "another canary is running" in stack.output
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_without_an_env_file_nothing_is_touched(stack):
+    stack.env_file.unlink()
+    assert stack.run() == 2
+    assert "copy .env.example" in stack.output
+    assert not (stack.folder / "docker.log").exists()
