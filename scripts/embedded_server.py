@@ -7,6 +7,7 @@ writes its log to a file. Leaving the context stops every process it started.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -21,6 +22,7 @@ import httpx
 
 READY_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
+BLOCK_SIZE = 32  # tokens; the CPU's attention takes multiples of 32 only
 SERVED_MODEL = "computecache-tiny"
 
 
@@ -35,17 +37,29 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def group_members(group_id: int) -> list[int]:
+    """Return the processes of a process group that still run (a zombie does not)."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it ended while we looked
+            continue
+        if int(group) == group_id and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
 def stop_group(group_id: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """End a process group: TERM, at most `timeout_s` seconds, then KILL. Gone already is fine."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(group_id, number)
-            deadline = time.monotonic() + timeout_s
-            while time.monotonic() < deadline:
-                os.killpg(group_id, 0)
-                time.sleep(0.05)
-        except ProcessLookupError:
+        if not group_members(group_id):
             return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group_id, number)
+        deadline = time.monotonic() + timeout_s
+        while group_members(group_id) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 class EmbeddedServer:
@@ -64,7 +78,7 @@ class EmbeddedServer:
         *,
         scan_limit: int = 64,
         blocks: int = 64,
-        block_size: int = 32,
+        block_size: int = BLOCK_SIZE,
         max_model_len: int = 1024,
         env: dict[str, str] | None = None,
         args: tuple[str, ...] = (),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switch COMPUTECACHE_MODE in a `.env` file: one line, atomically, every other byte kept."""
+"""Switch a setting in a `.env` file: one line, atomically, every other byte kept."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ import re
 import tempfile
 from pathlib import Path
 
-NAME = "COMPUTECACHE_MODE"
-LINE = re.compile(rb"^[ \t]*(?:export[ \t]+)?COMPUTECACHE_MODE[ \t]*=[^\r\n]*", re.MULTILINE)
-
 
 class EnvFileError(RuntimeError):
     """The file cannot be switched safely; the message says what to mend."""
 
 
-def mode_line(data: bytes) -> bytes | None:
-    """Return the file's COMPUTECACHE_MODE line without its line end, None when it has none.
+def _lines(data: bytes, name: str) -> list[re.Match[bytes]]:
+    # What precedes the name may be blanks or `export`, never a comment sign.
+    start = rb"^[ \t]*(?:export[ \t]+)?" + re.escape(name.encode())
+    return list(re.finditer(start + rb"[ \t]*=[^\r\n]*", data, re.MULTILINE))
+
+
+def setting_line(data: bytes, name: str) -> bytes | None:
+    """Return the line that sets `name`, without its line end; None when there is none.
 
     Raises EnvFileError when there are several: which one wins differs between readers.
     """
-    found = LINE.findall(data)
+    found = _lines(data, name)
     if len(found) > 1:
-        raise EnvFileError(f"{NAME} is set {len(found)} times in .env: keep one")
-    return found[0] if found else None
+        raise EnvFileError(f"{name} is set {len(found)} times in .env: keep one")
+    return found[0].group() if found else None
 
 
-def with_mode_line(data: bytes, line: bytes | None) -> bytes:
-    """Return the file with its mode line replaced, added at the end, or (None) taken out again."""
-    present = mode_line(data)
+def with_setting_line(data: bytes, name: str, line: bytes | None) -> bytes:
+    """Return the file with `name`'s line replaced, added at the end, or (None) taken out again."""
+    found = _lines(data, name)
+    if found:
+        start, end = found[0].span()
+        # An added line goes with the line end it was added with.
+        return data[:start] + (data[end + 1 :] if line is None else line + data[end:])
     if line is None:
-        # Undo what the branch below appends; the line end before it belongs to the file.
-        return data if present is None else data.removesuffix(b"\n").removesuffix(present)
-    if present is not None:
-        return LINE.sub(lambda match: line, data)
+        return data
     if data and not data.endswith(b"\n"):
         raise EnvFileError(".env does not end with a line end: add one")
     return data + line + b"\n"

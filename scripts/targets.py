@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a canary runs: a local CPU server, the Compose stack, or two servers at given addresses.
 
-A target offers visit(role, mode, number), a context manager that yields a Site in that mode, and
-leave_in_lru(), which ends the canary safely from any state and says how things are left.
+A target offers visit(role, mode, number, scan_limit), a context manager that yields a Site in that
+mode, and leave_in_lru(), which ends a drill safely from any state and says how things are left.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dotenv import dotenv_values
-from embedded_server import EmbeddedServer, stop_group
-from env_file import NAME, EnvFileError, mode_line, with_mode_line, write_atomically
+from embedded_server import EmbeddedServer, group_members, stop_group
+from env_file import setting_line, with_setting_line, write_atomically
 from server_metrics import compose_fetch, fetch, policy_state
 
 Save = Callable[..., None]
 SERVICE = "vllm"
+MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
 POLICY_PORT = 8001
 
 
@@ -50,20 +51,30 @@ class EmbeddedTarget:
     name = "embedded"
     restarts = True
 
-    def __init__(self, model: Path, out: Path, save: Save, *, scan_limit: int, blocks: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        out: Path,
+        save: Save,
+        *,
+        scan_limit: int,
+        blocks: int,
+        max_model_len: int,
+    ) -> None:
         self._model, self._out, self._save = model.resolve(), out.resolve(), save
-        self._scan_limit, self._blocks = scan_limit, blocks
+        self._scan_limit, self._blocks, self._max_model_len = scan_limit, blocks, max_model_len
         (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
         self._core = Path(vllm) / "v1" / "core"
 
     @contextmanager
-    def visit(self, role: str, mode: str, number: int) -> Iterator[Site]:
+    def visit(self, role: str, mode: str, number: int, scan_limit: int | None) -> Iterator[Site]:
         server = EmbeddedServer(
             self._model,
             mode,
             self._out / f"server-{number}-{mode}.log",
-            scan_limit=self._scan_limit,
+            scan_limit=scan_limit or self._scan_limit,
             blocks=self._blocks,
+            max_model_len=self._max_model_len,
         )
         try:
             server.start()
@@ -83,9 +94,10 @@ class EmbeddedTarget:
         return "no server is running"
 
     def recover(self, state: dict) -> None:
-        """End the server of a canary that was killed, if it is still there."""
+        """End the server of a drill that was killed, if it is still there."""
         group = state.get("server_group")
-        if group and b"vllm.entrypoints" in _command_line(group):
+        # The number may belong to something else by now.
+        if group and any(b"vllm" in _command_line(p).lower() for p in group_members(group)):
             stop_group(group)
 
     def identity(self) -> dict:
@@ -119,40 +131,44 @@ class ComposeTarget:
         if not self._env_file.is_file():
             raise TargetError(f"{self._env_file} is missing: copy .env.example and fill it in")
         self._compose = ["docker", "compose", "--project-directory", str(folder)]
-        if NAME in os.environ:
-            print(
-                f"note: {NAME} is exported in this shell and would override .env; the canary "
-                "leaves it out, your own `docker compose` would not: unset it",
-                file=sys.stderr,
-            )
-        self._found = self._env_file.read_bytes()
-        self._line = mode_line(self._found)
+        for name in (MODE, SCAN_LIMIT):
+            if name in os.environ:
+                print(
+                    f"note: {name} is exported in this shell and would override .env; it is left "
+                    "out here, your own `docker compose` would see it: unset it",
+                    file=sys.stderr,
+                )
+        data = self._env_file.read_bytes()
+        found = {name: setting_line(data, name) for name in (MODE, SCAN_LIMIT)}
+        self._lines = {name: line and line.decode() for name, line in found.items()}
         port = dotenv_values(self._env_file).get("API_PORT") or "8000"
         self.base_url = f"http://127.0.0.1:{port}"
 
     @contextmanager
-    def visit(self, role: str, mode: str, number: int) -> Iterator[Site]:
-        self._save(env_mode_line=None if self._line is None else self._line.decode())
-        self._switch(f"{NAME}={mode}".encode())
+    def visit(self, role: str, mode: str, number: int, scan_limit: int | None) -> Iterator[Site]:
+        self._save(env_lines=self._lines)
+        lines = {MODE: f"{MODE}={mode}"}
+        if scan_limit is not None:
+            lines[SCAN_LIMIT] = f"{SCAN_LIMIT}={scan_limit}"
+        self._switch(lines)
         read = compose_fetch(self._compose, SERVICE, POLICY_PORT)
         yield Site(self.base_url, lambda: policy_state(read()))
 
     def leave_in_lru(self) -> str:
         """Give `.env` its bytes back (with lru, if it said otherwise) and recreate the service."""
-        self.recover({"env_mode_line": None if self._line is None else self._line.decode()})
-        return f"the {SERVICE} service runs with {NAME}=lru"
+        self.recover({"env_lines": self._lines})
+        return f"the {SERVICE} service runs with {MODE}=lru"
 
     def recover(self, state: dict) -> None:
-        """Put the mode line of a canary that was killed back and recreate the service in lru."""
-        line = state.get("env_mode_line")
-        original = None if line is None else line.encode()
-        if original is not None and mode_of(original) != "lru":
-            original = f"{NAME}=lru".encode()
-        self._switch(original)
+        """Put back the lines that a killed drill changed, mode lru, and recreate the service."""
+        lines = dict(state.get("env_lines", self._lines))
+        if lines[MODE] is not None and value_of(lines[MODE]) != "lru":
+            lines[MODE] = f"{MODE}=lru"
+        self._switch(lines)
 
     def promote(self) -> None:
         """Leave the stack in active: the only place that does."""
-        self._switch(f"{NAME}=active".encode())
+        self._switch(self._lines | {MODE: f"{MODE}=active"})
 
     def identity(self) -> dict:
         gpu = self._docker(
@@ -163,9 +179,11 @@ class ComposeTarget:
         image = self._docker("images", "-q", SERVICE, check=False)
         return {"gpu": gpu.strip() or "unknown", "image": image.strip() or "unknown"}
 
-    def _switch(self, line: bytes | None) -> None:
-        data = self._env_file.read_bytes()
-        if (changed := with_mode_line(data, line)) != data:
+    def _switch(self, lines: dict[str, str | None]) -> None:
+        data = changed = self._env_file.read_bytes()
+        for name, line in lines.items():
+            changed = with_setting_line(changed, name, line and line.encode())
+        if changed != data:
             write_atomically(self._env_file, changed)
         # Recreated even when nothing changed: every visit starts with an empty cache.
         self._docker(
@@ -195,7 +213,7 @@ class UrlTarget:
         self._sites = {"lru": lru, "candidate": candidate}
 
     @contextmanager
-    def visit(self, role: str, mode: str, number: int) -> Iterator[Site]:
+    def visit(self, role: str, mode: str, number: int, scan_limit: int | None) -> Iterator[Site]:
         base_url, metrics = self._sites["candidate" if role == "candidate" else "lru"]
         yield Site(base_url, lambda: policy_state("\n".join(map(fetch, metrics))))
 
@@ -209,9 +227,9 @@ class UrlTarget:
         return {"gpu": "not known of a given address", "image": None}
 
 
-def mode_of(line: bytes) -> str:
-    """Return the value of a COMPUTECACHE_MODE line as a shell or Compose would read it."""
-    return line.partition(b"=")[2].strip().strip(b"\"'").strip().decode(errors="replace").lower()
+def value_of(line: str) -> str:
+    """Return a `.env` line's value as a shell or Compose would read it, in lower case."""
+    return line.partition("=")[2].strip().strip("\"'").strip().lower()
 
 
 def _command_line(process_id: int) -> bytes:
@@ -219,6 +237,3 @@ def _command_line(process_id: int) -> bytes:
         return Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-__all__ = ["ComposeTarget", "EmbeddedTarget", "EnvFileError", "Site", "TargetError", "UrlTarget"]

@@ -66,22 +66,17 @@ class Verdict:
         return []
 
 
-def judge(visits: list[dict], candidate_mode: str, limits: Limits) -> Verdict:
+def judge(visits: list[dict], limits: Limits) -> Verdict:
     """Judge a finished canary. Visits come in the order in which they ran."""
     baselines = [v for v in visits if v["role"] != "candidate"]
     candidates = [v for v in visits if v["role"] == "candidate"]
-    gates = [
-        _requests(baselines, candidates),
-        _modes(visits, candidate_mode),
-        _counters(visits),
-    ]
-    if _all_pass(gates):
-        gates.append(_pressure(baselines))
-    if _all_pass(gates):
-        gates.append(_samples(baselines, candidates, limits))
-    checks = [*gates]
+    checks = _gates(visits, baselines, candidates)
+    if not candidates:
+        return Verdict([*checks, _check("candidate", UNKNOWN, "no candidate was run")])
+    if _all_pass(checks):
+        checks.append(_samples(baselines, candidates, limits))
     statistics: dict = {}
-    if _all_pass(gates):
+    if _all_pass(checks):
         pairs = pair_repetitions(baselines, candidates)
         statistics["kept_tokens"] = kept_difference(pairs)
         statistics["ttft"] = {
@@ -89,15 +84,27 @@ def judge(visits: list[dict], candidate_mode: str, limits: Limits) -> Verdict:
             for kind in JUDGED_KINDS
             if (ratios := ttft_ratios(pairs, baselines, kind)) is not None
         }
+        statistics["outputs"] = compare_outputs(baselines, candidates)
         checks += [
             _kept(statistics["kept_tokens"]),
             *(_ttft(kind, ratios, limits) for kind, ratios in statistics["ttft"].items()),
+            _outputs(statistics["outputs"]),
         ]
-        statistics["outputs"] = compare_outputs(baselines, candidates)
-        checks.append(_outputs(statistics["outputs"]))
-    if candidates:
-        checks.append(_rollback(visits))
-    return Verdict(checks, statistics)
+    return Verdict([*checks, _rollback(visits)], statistics)
+
+
+def judge_lru(visits: list[dict]) -> Verdict:
+    """Judge the lru visits alone: they served, lost the prefix, and the last was a rollback."""
+    baselines = [v for v in visits if v["role"] != "candidate"]
+    return Verdict([*_gates(baselines, baselines, []), _rollback(visits)])
+
+
+def _gates(visits: list[dict], baselines: list[dict], candidates: list[dict]) -> list[dict]:
+    """Return the checks without which the numbers mean nothing; the last only if the rest pass."""
+    gates = [_requests(baselines, candidates)]
+    if any(visit["report"] for visit in visits):
+        gates += [_modes(visits), _counters(visits)]
+    return [*gates, _pressure(baselines)] if _all_pass(gates) else gates
 
 
 def never_lost(report: dict) -> bool:
@@ -237,7 +244,7 @@ def _requests(baselines: list[dict], candidates: list[dict]) -> dict:
     return _check("requests", PASS, f"all {sent} requests were answered")
 
 
-def _modes(visits: list[dict], candidate_mode: str) -> dict:
+def _modes(visits: list[dict]) -> dict:
     wrong = [
         f"{v['role']}: asked for {v['mode_asked']}, the server reports {v['report']['mode']}"
         for v in visits
@@ -245,7 +252,8 @@ def _modes(visits: list[dict], candidate_mode: str) -> dict:
     ]
     if wrong:
         return _check("mode", UNKNOWN, "; ".join(wrong))
-    return _check("mode", PASS, f"the servers report lru and {candidate_mode} as asked")
+    asked = " and ".join(dict.fromkeys(v["mode_asked"] for v in visits))
+    return _check("mode", PASS, f"the servers report {asked} as asked")
 
 
 def _counters(visits: list[dict]) -> dict:
@@ -261,8 +269,6 @@ def _counters(visits: list[dict]) -> dict:
 
 
 def _samples(baselines: list[dict], candidates: list[dict], limits: Limits) -> dict:
-    if not candidates:
-        return _check("samples", UNKNOWN, "no candidate was run")
     pairs = len(pair_repetitions(baselines, candidates))
     status = PASS if pairs >= limits.min_samples else UNKNOWN
     remedy = "" if status == PASS else ": give more --repetitions or --repeats"

@@ -49,6 +49,7 @@ def up(folder):
         [
             *(sys.executable, HERE / "fake_vllm.py"),
             *("--port", env["API_PORT"], "--mode", mode, *options),
+            *("--scan-limit", env.get("COMPUTECACHE_SCAN_LIMIT", "64")),
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ proves nothing; the tests marked `server` run the real one.
 """
 
 import argparse
+import itertools
 import json
 import socket
 import threading
@@ -16,10 +17,14 @@ BLOCK = 16
 
 
 class Cache:
-    """Chained blocks in eviction order; in active mode those never hit go first."""
+    """Chained blocks in eviction order; in active mode those never hit go first, within a window.
 
-    def __init__(self, capacity, mode):
-        self.capacity, self.mode = capacity, mode
+    The window is scan_limit blocks: longer hot prefixes are lost, as with a simple policy.
+    """
+
+    def __init__(self, options):
+        self.capacity, self.mode = options.blocks, options.mode
+        self.window = options.scan_limit
         self.hits = {}  # hash of a prompt up to a block's end -> times hit; the first is evicted
         self.lock = threading.Lock()
         self.queried_tokens = self.hit_tokens = 0
@@ -34,9 +39,9 @@ class Cache:
                 found += 1
             kept = {c: self.hits.pop(c) + 1 for c in chains[:found]}
             while len(self.hits) + len(chains) > self.capacity:
-                never_hit = [c for c, n in self.hits.items() if n == 0]
-                first = never_hit[0] if self.mode == "active" and never_hit else None
-                self.hits.pop(first if first is not None else next(iter(self.hits)))
+                view = itertools.islice(self.hits.items(), self.window)
+                never_hit = (c for c, hits in view if hits == 0 and self.mode == "active")
+                self.hits.pop(next(never_hit, next(iter(self.hits))))
             for chain in reversed(chains):
                 self.hits[chain] = kept.get(chain, self.hits.get(chain, 0))
             self.queried_tokens += len(prompt)
@@ -49,7 +54,7 @@ class Fake(ThreadingHTTPServer):
 
     def __init__(self, options):
         super().__init__(("127.0.0.1", options.port), Handler)
-        self.options, self.cache, self.served = options, Cache(options.blocks, options.mode), 0
+        self.options, self.cache, self.served = options, Cache(options), 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -92,9 +97,8 @@ class Handler(BaseHTTPRequestHandler):
                 "text/plain",
             )
         elif self.path == "/policy/metrics" and options.mode != "unpatched":
-            labels = (
-                f'engine="0",pool="0",mode="{options.report_mode or options.mode}",scan_limit="64"'
-            )
+            mode, limit = options.report_mode or options.mode, options.scan_limit
+            labels = f'engine="0",pool="0",mode="{mode}",scan_limit="{limit}"'
             weights = 'reuse_weight="64",depth_weight="1",age_weight="1"'
             rest = 'quick_demote_penalty="4096",log_every="256"'
             self.answer(
@@ -141,6 +145,7 @@ def parse(argv=None):
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--mode", default="lru", help="unpatched: no policy endpoint")
     parser.add_argument("--report-mode", help="claim another mode than the one in force")
+    parser.add_argument("--scan-limit", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--api-key")

@@ -139,8 +139,16 @@ def test_abba_restarts_the_server_for_every_visit(stack):
     assert stack.record()["statistics"]["kept_tokens"]["pairs"] == 12
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("phase", ["baseline", "candidate", "rollback"])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("baseline", signal.SIGINT),
+        ("candidate", signal.SIGINT),
+        ("rollback", signal.SIGINT),
+        ("candidate", signal.SIGTERM),
+        ("candidate", signal.SIGHUP),
+    ],
+)
 def test_interrupted_in_any_phase_lru_is_restored_and_the_record_says_so(stack, phase, number):
     stack.fake_options("--api-key secret-of-this-test --delay-s 0.02")
     process = stack.start()
@@ -170,7 +178,7 @@ def test_after_kill_9_the_next_canary_cleans_up_first(stack):
     killed_at = len(stack.ups())
     stack.fake_options("--api-key secret-of-this-test")
     assert stack.run() == 0, stack.output
-    assert "the last canary was killed in phase candidate" in stack.output
+    assert "the last drill was killed in phase candidate" in stack.output
     assert stack.ups()[killed_at:] == ["up lru"] * 2 + ["up active"] + ["up lru"] * 2
     assert stack.env_file.read_bytes() == stack.before
 
@@ -211,7 +219,7 @@ def test_two_canaries_at_once_are_refused(stack):
     process = stack.start()
     stack.wait_for_phase(process, "baseline")
     assert stack.run() == 2
-    assert "another canary is running" in stack.output
+    assert "another drill is running" in stack.output
     process.communicate(timeout=60)
     assert process.returncode == 0
 

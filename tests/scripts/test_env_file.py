@@ -5,10 +5,11 @@ import os
 import stat
 
 import pytest
-from env_file import EnvFileError, mode_line, with_mode_line, write_atomically
+from env_file import EnvFileError, setting_line, with_setting_line, write_atomically
 from hypothesis import given
 from hypothesis import strategies as st
 
+MODE = "COMPUTECACHE_MODE"
 ACTIVE = b"COMPUTECACHE_MODE=active"
 
 
@@ -26,19 +27,19 @@ ACTIVE = b"COMPUTECACHE_MODE=active"
     ],
 )
 def test_switching_and_switching_back(before, after):
-    line = mode_line(before)
-    assert with_mode_line(before, ACTIVE) == after
-    assert with_mode_line(after, line) == before
+    line = setting_line(before, MODE)
+    assert with_setting_line(before, MODE, ACTIVE) == after
+    assert with_setting_line(after, MODE, line) == before
 
 
 def test_two_mode_lines_are_refused():
     with pytest.raises(EnvFileError, match="set 2 times"):
-        mode_line(b"COMPUTECACHE_MODE=lru\nCOMPUTECACHE_MODE=active\n")
+        setting_line(b"COMPUTECACHE_MODE=lru\nCOMPUTECACHE_MODE=active\n", MODE)
 
 
 def test_adding_to_an_unfinished_line_is_refused():
     with pytest.raises(EnvFileError, match="line end"):
-        with_mode_line(b"A=1", ACTIVE)
+        with_setting_line(b"A=1", MODE, ACTIVE)
 
 
 @given(st.lists(st.sampled_from([b"A=1", b"# note", b"", b"COMPUTECACHE_MODE = 'lru' "])))
@@ -46,7 +47,8 @@ def test_the_way_back_is_exact(lines):
     before = b"".join(line + b"\n" for line in lines)
     if sum(b"MODE" in line for line in lines) > 1:
         return
-    assert with_mode_line(with_mode_line(before, ACTIVE), mode_line(before)) == before
+    line = setting_line(before, MODE)
+    assert with_setting_line(with_setting_line(before, MODE, ACTIVE), MODE, line) == before
 
 
 def test_the_file_keeps_its_permissions_and_a_link_stays_a_link(tmp_path):
@@ -60,3 +62,9 @@ def test_the_file_keeps_its_permissions_and_a_link_stays_a_link(tmp_path):
     assert real.read_bytes() == b"A=2\n"
     assert stat.S_IMODE(real.stat().st_mode) == 0o600
     assert sorted(os.listdir(tmp_path)) == [".env", "real.env"]
+
+
+def test_two_added_settings_come_out_in_any_order():
+    both = with_setting_line(with_setting_line(b"A=1\n", MODE, ACTIVE), "B", b"B=2")
+    assert both == b"A=1\nCOMPUTECACHE_MODE=active\nB=2\n"
+    assert with_setting_line(with_setting_line(both, MODE, None), "B", None) == b"A=1\n"

@@ -4,7 +4,15 @@
 import copy
 
 import pytest
-from verdict import ACCEPT, INCONCLUSIVE, REJECT, Limits, judge, pair_repetitions
+from verdict import (
+    ACCEPT,
+    INCONCLUSIVE,
+    REJECT,
+    Limits,
+    judge,
+    judge_lru,
+    pair_repetitions,
+)
 
 WARM = 608
 LRU_TTFT_MS = [30, 31, 32, 33, 34, 35]
@@ -53,7 +61,7 @@ def good_canary(**candidate):
 
 
 def outcome(visits, **limits):
-    verdict = judge(visits, "active", Limits(**limits))
+    verdict = judge(visits, Limits(**limits))
     by_status = {
         status: [c["name"] for c in verdict.checks if c["status"] == status]
         for status in ("fail", "unknown")
@@ -62,7 +70,7 @@ def outcome(visits, **limits):
 
 
 def test_keeping_what_lru_loses_is_accepted_with_its_numbers():
-    verdict = judge(good_canary(), "active", Limits())
+    verdict = judge(good_canary(), Limits())
     assert (verdict.outcome, verdict.exit_code) == (ACCEPT, 0)
     assert verdict.statistics["kept_tokens"] == {
         "baseline_mean": 0,
@@ -91,7 +99,7 @@ def test_a_failed_candidate_request_is_rejected_and_the_error_is_quoted():
     visits = good_canary()
     visits[1]["report"]["failures"] = [{"kind": "flood", "index": 3, "error": "HTTP 500: boom"}]
     visits[1]["error"] = "the server ended by itself with -9"
-    verdict = judge(visits, "active", Limits())
+    verdict = judge(visits, Limits())
     assert verdict.outcome == REJECT
     assert "HTTP 500: boom" in verdict.reasons[0]
     assert "ended by itself with -9" in verdict.reasons[0]
@@ -106,7 +114,7 @@ def test_a_candidate_that_never_started_is_rejected():
 def test_a_failed_baseline_says_nothing_about_the_candidate():
     visits = [good_canary()[0]]
     visits[0] |= {"report": None, "error": "the server ended with 1"}
-    assert outcome(visits) == (INCONCLUSIVE, ["requests"])
+    assert outcome(visits) == (INCONCLUSIVE, ["requests", "candidate"])
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -120,7 +128,7 @@ def test_a_mode_that_was_not_asked_for_decides_nothing_but_a_failed_rollback_doe
 
 def test_lru_that_lost_nothing_tested_nothing():
     visits = [make_visit("baseline", "lru", kept=WARM)]
-    assert outcome(visits) == (INCONCLUSIVE, ["pressure"])
+    assert outcome(visits) == (INCONCLUSIVE, ["pressure", "candidate"])
 
 
 def test_a_prefix_that_was_never_cached_tested_nothing():
@@ -140,7 +148,7 @@ def test_too_few_repetitions_decide_nothing():
 
 
 def test_a_clearly_slower_flood_is_rejected():
-    verdict = judge(good_canary(flood_ms=90), "active", Limits())
+    verdict = judge(good_canary(flood_ms=90), Limits())
     assert verdict.outcome == REJECT
     assert "ratio 1.4" in verdict.reasons[0]
 
@@ -163,7 +171,7 @@ def test_a_budget_replaces_the_comparison():
 def test_another_text_at_temperature_0_is_rejected_and_named():
     visits = good_canary()
     visits[1]["report"]["results"][2]["text"] = "other"
-    verdict = judge(visits, "active", Limits())
+    verdict = judge(visits, Limits())
     assert verdict.outcome == REJECT
     assert "flood/1" in verdict.reasons[0]
 
@@ -195,3 +203,12 @@ def test_pairs_follow_the_order_of_visits():
     pairs = pair_repetitions(baselines, [visits[1], second[1]])
     assert [len(pair["baseline"]) for pair in pairs] == [2] * 6 + [4] * 6
     assert all(len(pair["candidate"]) == 2 for pair in pairs)
+
+
+def test_the_lru_visits_alone_can_be_judged():
+    baseline, _, rollback = good_canary()
+    assert judge_lru([baseline, rollback]).outcome == ACCEPT
+    assert judge_lru([baseline]).outcome == INCONCLUSIVE
+    assert judge_lru([make_visit("baseline", "lru", kept=WARM)]).outcome == INCONCLUSIVE
+    rollback["report"]["mode"] = "active"
+    assert judge_lru([baseline, rollback]).outcome == REJECT
