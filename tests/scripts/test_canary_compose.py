@@ -4,81 +4,10 @@
 `docker` on PATH is a stand-in (fake_docker.py) and so is the server.
 """
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from embedded_server import free_port
-
-HERE = Path(__file__).resolve().parent
-REPO = HERE.parents[1]
-
-ENV = "# of this test\nVLLM_API_KEY=secret-of-this-test\nCOMPUTECACHE_MODE=lru\nAPI_PORT={port}\n"
-DRILL = ("--hot-tokens", "320", "--ttft-regression", "300%")
-
-
-class Stack:
-    """A folder with .env, a `docker` of its own and the canary's records in out/."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.env_file = folder / ".env"
-        self.env_file.write_text(ENV.format(port=free_port()))
-        self.env_file.chmod(0o600)
-        self.before = self.env_file.read_bytes()
-        self.fake_options("--api-key secret-of-this-test")
-        docker = folder / "bin" / "docker"
-        docker.parent.mkdir()
-        docker.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_docker.py"} "$@"\n')
-        docker.chmod(0o755)
-
-    def fake_options(self, text, mode=None):
-        (self.folder / ("fake_options" + (f"_{mode}" if mode else ""))).write_text(text)
-
-    def start(self, *arguments, **env):
-        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        script = [sys.executable, str(REPO / "scripts" / "canary.py"), "run"]
-        where = ["--target", "compose", "--project", self.folder, "--out", self.folder / "out"]
-        return subprocess.Popen(
-            [*script, *map(str, where), *DRILL, *arguments],
-            env=os.environ | {"PATH": path} | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments, **env):
-        process = self.start(*arguments, **env)
-        self.output = "\n".join(process.communicate(timeout=120))
-        return process.returncode
-
-    def record(self, name="canary.json"):
-        return json.loads((self.folder / "out" / name).read_text())
-
-    def ups(self):
-        return (self.folder / "docker.log").read_text().split("\n")[:-1]
-
-    def wait_for_phase(self, process, phase):
-        state = self.folder / "out" / "canary-state.json"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            if state.exists() and json.loads(state.read_text())["phase"] == phase:
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"phase {phase} was not reached: {process.communicate()}")
-
-
-@pytest.fixture
-def stack(tmp_path):
-    stack = Stack(tmp_path)
-    yield stack
-    if (pid_file := tmp_path / "server.pid").exists():
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
 def test_accept_leaves_lru_and_the_very_same_env_file(stack):
