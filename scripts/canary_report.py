@@ -120,14 +120,14 @@ def release_record(canary: dict) -> dict:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def print_table(canary: dict) -> None:
     """Print the phases and the checks on stderr."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, width=None if sys.stderr.isatty() else 100)
     table = Table(title=f"canary on {canary['target']}: {canary['model']}")
-    for title in ("phase", "mode", "hot prefix", "cached", "hit ratio", "TTFT p95 ms", "served"):
+    for title in ("phase", "mode", "hot prefix", "cached", "hit ratio", "p95 TTFT, ms", "served"):
         table.add_column(title)
     for row in canary["phases"]:
         warm, post_flood, ratio, hot, flood = (
@@ -146,7 +146,7 @@ def print_table(canary: dict) -> None:
             _cell(row["hot_prefix"]),
             f"{warm} -> {post_flood}",
             ratio,
-            f"{hot} / {flood}",
+            f"{hot} hot, {flood} flood",
             f"{row['requests_served']} of {row['requests_served'] + row['requests_failed']}",
         )
     console.print(table)
