@@ -21,8 +21,8 @@ import time
 
 from canary_report import write_reports
 from drill import EXPECTED_ERRORS, REPO, Drill, add_drill_options, drill, healthy, limits, say
-from prefix_pressure import add_workload_options, positive, workload_settings
 from verdict import judge, never_lost
+from workload_options import add_workload_options, positive, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 5, "control_requests": 4, "survival": [1, 2, 3, 4]}
 

@@ -22,11 +22,12 @@ from pathlib import Path
 from embedded_server import ServerError
 from env_file import EnvFileError
 from make_model import make_model
-from prefix_pressure import positive, press
+from prefix_pressure import press
 from server_metrics import MetricsError
 from targets import ComposeTarget, EmbeddedTarget, TargetError, UrlTarget
 from verdict import FAIL, UNKNOWN, Limits, Verdict
 from workload import Client, Result, WorkloadError, read_api_key
+from workload_options import positive
 
 REPO = Path(__file__).resolve().parent.parent
 # What a visit can end with; anything else is a bug and shows its traceback.

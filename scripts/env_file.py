@@ -56,5 +56,5 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fchmod(part.fileno(), mode)
             os.replace(part.name, path)
         except BaseException:
-            os.unlink(part.name)
+            Path(part.name).unlink(missing_ok=True)  # a signal may come right after the replacing
             raise

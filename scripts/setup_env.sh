@@ -17,7 +17,7 @@ if command -v flock >/dev/null; then  # two set-ups at once would disturb each o
 fi
 
 python=.venv/bin/python
-if [ ! -x "$python" ]; then
+if [ ! -x .venv/bin/pip ]; then  # also when an earlier set-up was interrupted
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { say "${PYTHON:-python3} is older than 3.11: set PYTHON to a newer one"; exit 2; }
     say "making .venv"

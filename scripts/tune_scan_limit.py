@@ -20,10 +20,10 @@ import sys
 from dotenv import dotenv_values
 from drill import EXPECTED_ERRORS, Drill, add_drill_options, drill, healthy, limits, say
 from embedded_server import BLOCK_SIZE
-from prefix_pressure import add_workload_options, numbers, workload_settings
 from rich.console import Console
 from rich.table import Table
 from verdict import ACCEPT, INCONCLUSIVE, UNKNOWN, judge, judge_lru, never_lost
+from workload_options import add_workload_options, numbers, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 7, "hot_tokens": None}
 

@@ -4,6 +4,7 @@
 import copy
 
 import pytest
+from bootstrap import pair_repetitions
 from verdict import (
     ACCEPT,
     INCONCLUSIVE,
@@ -11,7 +12,6 @@ from verdict import (
     Limits,
     judge,
     judge_lru,
-    pair_repetitions,
 )
 
 WARM = 608

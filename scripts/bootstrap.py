@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers behind a verdict: pairs of repetitions, and a bootstrap over them.
+
+Repetition r of the k-th lru visit and repetition r of the k-th candidate visit had the same
+prompts: that pair is what is drawn again and again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+RESAMPLES = 2000
+CONFIDENCE_PERCENT = 95
+
+
+def pair_repetitions(baselines: list[dict], candidates: list[dict]) -> list[dict]:
+    """Return one {"baseline": [...], "candidate": [...]} of results for each pair of repetitions.
+
+    An lru visit without a candidate visit of its own joins the last one's pairs.
+    """
+    pairs: dict[tuple[int, int], dict] = {}
+    for side, visits in (("baseline", baselines), ("candidate", candidates)):
+        for visit_number, visit in enumerate(visits):
+            for result in visit["report"]["results"]:
+                if result["repetition"] is not None:
+                    unit = (min(visit_number, len(candidates) - 1), result["repetition"])
+                    pair = pairs.setdefault(unit, {"baseline": [], "candidate": []})
+                    pair[side].append(result)
+    return [pairs[unit] for unit in sorted(pairs)]
+
+
+def _values(pairs: list[dict], side: str, kind: str, name: str) -> np.ndarray:
+    rows = [[r[name] for r in pair[side] if r["kind"] == kind] for pair in pairs]
+    width = max(map(len, rows), default=0)
+    return np.array([row + [np.nan] * (width - len(row)) for row in rows], dtype=float)
+
+
+def _resample(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def _interval(samples: np.ndarray) -> list[float]:
+    tail = (100 - CONFIDENCE_PERCENT) / 2
+    return [round(float(v), 4) for v in np.percentile(samples, (tail, 100 - tail))]
+
+
+def kept_difference(pairs: list[dict]) -> dict:
+    """Hot tokens still cached after the flood: both means, their difference and its interval."""
+    base = np.nanmean(_values(pairs, "baseline", "hot_replay", "cached_tokens"), axis=1)
+    cand = np.nanmean(_values(pairs, "candidate", "hot_replay", "cached_tokens"), axis=1)
+    difference = cand - base
+    return {
+        "baseline_mean": round(float(base.mean()), 2),
+        "candidate_mean": round(float(cand.mean()), 2),
+        "difference_mean": round(float(difference.mean()), 2),
+        "difference_interval": _interval(difference[_resample(len(difference))].mean(axis=1)),
+        "pairs": len(pairs),
+    }
+
+
+def ttft_ratios(pairs: list[dict], baselines: list[dict], kind: str) -> dict | None:
+    """Candidate over baseline p50, p95 and p99 of a kind's TTFT; None when it was not sent.
+
+    "slowest_baseline_ms" is the largest of the single lru visits' percentiles: what lru itself
+    can look like on this machine.
+    """
+    base, cand = (_values(pairs, side, kind, "ttft_ms") for side in ("baseline", "candidate"))
+    if not base.size or not cand.size:
+        return None
+    pick = _resample(len(pairs))
+    answer: dict = {"samples": {"baseline": base.size, "candidate": cand.size}}
+    for percentile in (50, 95, 99):
+
+        def of(values: np.ndarray, axis: int | None = None, p: int = percentile) -> np.ndarray:
+            return np.nanpercentile(values, p, axis=axis)
+
+        drawn = of(cand[pick].reshape(RESAMPLES, -1), 1) / of(base[pick].reshape(RESAMPLES, -1), 1)
+        single = [v["report"]["ttft_ms"][kind][f"p{percentile}"] for v in baselines]
+        answer[f"p{percentile}"] = {
+            "baseline_ms": round(float(of(base)), 3),
+            "candidate_ms": round(float(of(cand)), 3),
+            "ratio": round(float(of(cand) / of(base)), 4),
+            "ratio_interval": _interval(drawn),
+            "slowest_baseline_ms": max(single),
+        }
+    return answer
+
+
+def compare_outputs(baselines: list[dict], candidates: list[dict]) -> dict:
+    """Compare the temperature-0 text of each prompt with what lru answered to the same prompt.
+
+    lru answers the hot prompt from the cache and without it: either text counts as equal.
+    """
+    expected: dict[tuple, set[str]] = {}
+    for report in (v["report"] for v in baselines):
+        for result in report["results"]:
+            expected.setdefault((report["seed"], result["key"]), set()).add(result["text"])
+    answers = {
+        (report["seed"], r["key"], r["text"])
+        for report in (v["report"] for v in candidates)
+        for r in report["results"]
+    }
+    shared = [a for a in answers if a[:2] in expected]
+    different = [a for a in shared if a[2] not in expected[a[:2]]]
+    return {
+        "compared": len(shared),
+        "different": len(different),
+        "different_keys": sorted({key for _, key, _ in different})[:20],
+        "lru_prompts_with_several_texts": sum(len(texts) > 1 for texts in expected.values()),
+    }
