@@ -29,8 +29,8 @@ def pair_repetitions(baselines: list[dict], candidates: list[dict]) -> list[dict
     return [pairs[unit] for unit in sorted(pairs)]
 
 
-def _values(pairs: list[dict], side: str, kind: str, name: str) -> np.ndarray:
-    rows = [[r[name] for r in pair[side] if r["kind"] == kind] for pair in pairs]
+def _values(pairs: list[dict], side: str, kinds: set[str], name: str) -> np.ndarray:
+    rows = [[r[name] for r in pair[side] if r["kind"] in kinds] for pair in pairs]
     width = max(map(len, rows), default=0)
     return np.array([row + [np.nan] * (width - len(row)) for row in rows], dtype=float)
 
@@ -45,9 +45,14 @@ def _interval(samples: np.ndarray) -> list[float]:
 
 
 def kept_difference(pairs: list[dict]) -> dict:
-    """Hot tokens still cached after the flood: both means, their difference and its interval."""
-    base = np.nanmean(_values(pairs, "baseline", "hot_replay", "cached_tokens"), axis=1)
-    cand = np.nanmean(_values(pairs, "candidate", "hot_replay", "cached_tokens"), axis=1)
+    """Tokens a request finds in the cache: both means, their difference and its interval.
+
+    Of the hot replays where there are any, else of all requests.
+    """
+    kinds = {r["kind"] for pair in pairs for r in pair["baseline"]}
+    kinds = kinds & {"hot_replay"} or kinds
+    base = np.nanmean(_values(pairs, "baseline", kinds, "cached_tokens"), axis=1)
+    cand = np.nanmean(_values(pairs, "candidate", kinds, "cached_tokens"), axis=1)
     difference = cand - base
     return {
         "baseline_mean": round(float(base.mean()), 2),
@@ -64,7 +69,7 @@ def ttft_ratios(pairs: list[dict], baselines: list[dict], kind: str) -> dict | N
     "slowest_baseline_ms" is the largest of the single lru visits' percentiles: what lru itself
     can look like on this machine.
     """
-    base, cand = (_values(pairs, side, kind, "ttft_ms") for side in ("baseline", "candidate"))
+    base, cand = (_values(pairs, side, {kind}, "ttft_ms") for side in ("baseline", "candidate"))
     if not base.size or not cand.size:
         return None
     pick = _resample(len(pairs))

@@ -95,8 +95,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_workload_options(command)
     command.set_defaults(**DEFAULTS, seed=None)
     options = parser.parse_args(argv)
-    if options.shape != "pressure":
-        parser.error("the canary judges --shape pressure; prefix_pressure.py runs the others")
     if options.promote and options.target != "compose":
         parser.error("--promote is for --target compose")
     if options.seed is None:

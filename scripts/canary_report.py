@@ -13,7 +13,7 @@ from pathlib import Path
 import canary_plots as plots
 from rich.console import Console
 from rich.table import Table
-from verdict import ACCEPT, INCONCLUSIVE, REJECT, Verdict, never_lost
+from verdict import ACCEPT, INCONCLUSIVE, REJECT, Verdict, never_lost, served_tokens
 
 SCHEMA_VERSION = 1
 ADVICE = {
@@ -59,6 +59,8 @@ def phase_row(visit: dict) -> dict:
         "phase": visit["role"],
         "mode": report.get("mode"),
         "hot_prefix": lost,
+        "cached_tokens": served_tokens(report) if report else None,
+        "reusable_tokens": report.get("reusable_tokens"),
         "warm_prefix_cached_tokens": report.get("warm_prefix_cached_tokens"),
         "post_flood_cached_tokens": report.get("post_flood_cached_tokens"),
         "hit_ratio": counters.get("hit_ratio"),

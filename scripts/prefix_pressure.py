@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 from server_metrics import UNPATCHED, MetricsError, fetch, policy_state
-from workload import Client, Result, WorkloadError, read_api_key, run_plan
+from workload import Client, Result, WorkloadError, read_api_key, reusable_tokens, run_plan
 from workload_options import add_workload_options, make_plan, natural, workload_settings
 
 PERCENTILES = (50, 95, 99)
@@ -77,6 +77,7 @@ def summarize(results: list[Result], planned: int) -> dict:
     kept = [r.cached_tokens for r in of("hot_replay") if r.cached_tokens is not None]
     post_flood = min(kept) if kept else None
     return {
+        "reusable_tokens": reusable_tokens(r.request.prompt for r in good),
         "warm_prefix_cached_tokens": warm[-1] if warm else None,
         "post_flood_cached_tokens": post_flood,
         "hot_prefix_preserved": bool(warm and warm[-1] and post_flood == warm[-1]),

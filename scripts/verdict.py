@@ -23,7 +23,17 @@ from bootstrap import (
 ACCEPT, REJECT, INCONCLUSIVE = "ACCEPT", "REJECT", "INCONCLUSIVE"
 EXIT_CODES = {ACCEPT: 0, REJECT: 1, INCONCLUSIVE: 2}
 PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
-JUDGED_KINDS = {"hot_replay": "hot replay", "flood": "flood", "control": "zero-reuse control"}
+JUDGED_KINDS = {
+    "hot_replay": "hot replay",
+    "hot": "hot prefix",
+    "flood": "flood",
+    "control": "zero-reuse control",
+    "session_start": "first turn",
+    "session_turn": "later turn",
+    "trace": "trace",
+}
+# Of what a cache of any size could serve. Blocks larger than 16 tokens cost the rest.
+NOTHING_LOST = 0.95
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ def judge(visits: list[dict], limits: Limits) -> Verdict:
         checks.append(_samples(baselines, candidates, limits))
     statistics: dict = {}
     if _all_pass(checks):
+        settings = baselines[0]["report"]["settings"]
         pairs = pair_repetitions(baselines, candidates)
         statistics["kept_tokens"] = kept_difference(pairs)
         statistics["ttft"] = {
@@ -89,9 +100,12 @@ def judge(visits: list[dict], limits: Limits) -> Verdict:
         }
         statistics["outputs"] = compare_outputs(baselines, candidates)
         checks += [
-            _kept(statistics["kept_tokens"]),
+            _kept(statistics["kept_tokens"], hot=settings["shape"] == "pressure"),
             *(_ttft(kind, ratios, limits) for kind, ratios in statistics["ttft"].items()),
-            _outputs(statistics["outputs"]),
+            _outputs(
+                statistics["outputs"],
+                judged=settings["shape"] == "pressure" and settings["concurrency"] == 1,
+            ),
         ]
     return Verdict([*checks, _rollback(visits)], statistics)
 
@@ -112,8 +126,15 @@ def _gates(visits: list[dict], baselines: list[dict], candidates: list[dict]) ->
 
 def never_lost(report: dict) -> bool:
     """Tell whether a report of lru shows no loss at all, so that there is nothing to protect."""
-    warm = report["warm_prefix_cached_tokens"]
-    return bool(warm) and report["post_flood_cached_tokens"] == warm
+    if report["settings"]["shape"] == "pressure":
+        warm = report["warm_prefix_cached_tokens"]
+        return bool(warm) and report["post_flood_cached_tokens"] == warm
+    return served_tokens(report) >= NOTHING_LOST * report["reusable_tokens"]
+
+
+def served_tokens(report: dict) -> int:
+    """Return the prompt tokens that a report's requests found in the cache."""
+    return sum(tokens["cached"] for tokens in report["tokens"].values())
 
 
 def _all_pass(checks: list[dict]) -> bool:
@@ -183,6 +204,12 @@ def _samples(baselines: list[dict], candidates: list[dict], limits: Limits) -> d
 
 def _pressure(baselines: list[dict]) -> dict:
     reports = [v["report"] for v in baselines]
+    if reports[0]["settings"]["shape"] != "pressure":
+        served, reusable = served_tokens(reports[0]), reports[0]["reusable_tokens"]
+        text = f"lru served {served} of {reusable} tokens that a larger cache could have served"
+        if any(never_lost(report) for report in reports):
+            return _check("pressure", UNKNOWN, f"{text}: too little to win, nothing was tested")
+        return _check("pressure", PASS, text)
     warm = reports[0]["warm_prefix_cached_tokens"]
     if not warm:
         return _check("pressure", UNKNOWN, "the warmed prefix was never served from the cache")
@@ -197,11 +224,12 @@ def _pressure(baselines: list[dict]) -> dict:
     return _check("pressure", PASS, f"lru lost {lost} of {warm} hot tokens under the flood")
 
 
-def _kept(numbers: dict) -> dict:
+def _kept(numbers: dict, hot: bool) -> dict:
     low, high = numbers["difference_interval"]
     text = (
-        f"hot tokens kept: candidate {numbers['candidate_mean']:g}, lru "
-        f"{numbers['baseline_mean']:g} (difference {numbers['difference_mean']:+g}, "
+        f"tokens found in the cache by a {'hot replay' if hot else 'request'}: "
+        f"candidate {numbers['candidate_mean']:g}, lru {numbers['baseline_mean']:g} "
+        f"(difference {numbers['difference_mean']:+g}, "
         f"{CONFIDENCE_PERCENT}% interval {low:g} to {high:g})"
     )
     if low > 0:
@@ -231,9 +259,12 @@ def _ttft(kind: str, numbers: dict, limits: Limits) -> dict:
     return _check(name, PASS, text)
 
 
-def _outputs(numbers: dict) -> dict:
+def _outputs(numbers: dict, judged: bool) -> dict:
     same = numbers["compared"] - numbers["different"]
     text = f"{same} of {numbers['compared']} outputs at temperature 0 equal lru's"
+    if not judged:
+        # Which requests share a batch, and how much of a prompt was cached, moves the rounding.
+        return _check("outputs", PASS, f"{text} (reported, not judged for this workload)")
     if numbers["different"]:
         return _check("outputs", FAIL, f"{text}; different: {numbers['different_keys']}")
     return _check("outputs", PASS, text)

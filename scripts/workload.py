@@ -24,6 +24,7 @@ from server_metrics import MetricsError, PrefixCounters, prefix_counters
 API_KEY_NAME = "VLLM_API_KEY"
 # Two prompts that differ within this many tokens share no block of any size vLLM offers.
 DISTINCT_TOKENS = 8
+SMALLEST_BLOCK = 16
 COUNTER_TIMEOUT_S = 10
 
 
@@ -101,6 +102,22 @@ def check_plan(plan: list[Request], max_model_len: int) -> None:
         owner = request.tag.get("shares", tuple(request.prompt))
         if first_seen.setdefault(tuple(request.prompt[:DISTINCT_TOKENS]), owner) != owner:
             raise WorkloadError(f"two prompts start alike ({request.kind}): use another seed")
+
+
+def reusable_tokens(prompts: Iterable[list[int]]) -> int:
+    """Count the tokens that a cache of any size could serve, in steps of SMALLEST_BLOCK tokens."""
+    seen: set[int] = set()
+    found = 0
+    for prompt in prompts:
+        chain, chains = 0, []
+        for end in range(SMALLEST_BLOCK, len(prompt) + 1, SMALLEST_BLOCK):
+            chain = hash((chain, *prompt[end - SMALLEST_BLOCK : end]))
+            chains.append(chain)
+        # vLLM always computes a prompt's last token.
+        servable = chains[: (len(prompt) - 1) // SMALLEST_BLOCK]
+        found += SMALLEST_BLOCK * sum(chain in seen for chain in servable)
+        seen.update(chains)
+    return found
 
 
 class Client:

@@ -9,6 +9,8 @@ from pathlib import Path
 import shapes
 from workload import Prompts, Request, WorkloadError, check_plan
 
+PARTS = 10
+
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what to send; tokens are counted by the server's tokenizer."""
@@ -132,7 +134,13 @@ def make_plan(
             max_tokens=options.max_tokens,
             max_requests=options.max_requests,
         )
+    plan = plan[: options.max_requests]
     if not plan:
         raise WorkloadError("the plan holds no request: ask for more, or shorter ones")
     check_plan(plan, max_model_len)
-    return plan[: options.max_requests], left_out
+    if options.shape != "pressure":
+        # Parts of a stream that has no repetitions of its own, for the statistics.
+        for index, request in enumerate(plan):
+            part = index * PARTS // len(plan)
+            request.tag.update(repetition=part, key=f"{options.shape}/{index}")
+    return plan, left_out

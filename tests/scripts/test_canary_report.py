@@ -183,7 +183,7 @@ def test_a_browser_shows_pictures_and_numbers_within_the_window(accepted, tmp_pa
         assert picture_height > 50
         assert paths > 5
     for text in (
-        "hot tokens kept: candidate 304, lru 0",
+        "found in the cache by a hot replay: candidate 304, lru 0",
         "one-use prompts since last use",
         "time to first token, ms",
         "share of prompt tokens served from the cache",
@@ -207,3 +207,32 @@ def test_text_from_a_server_cannot_become_markup(fake, script, tmp_path):
     page = (tmp_path / "canary.html").read_text()
     assert "&lt;b&gt;active" in page
     assert "<b>active" not in page
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("--shape", "zipf", "--prefixes", 2, "--hot-tokens", 480, "--max-requests", 80),
+        ("--shape", "sessions", "--prefixes", 4, "--turns", 8, "--hot-tokens", 480),
+    ],
+    ids=lambda shape: shape[1],
+)
+def test_other_shapes_can_be_judged_too(fake, script, tmp_path, shape):
+    with fake("--mode", "lru") as lru, fake("--mode", "active") as active:
+        done = canary(script, tmp_path, lru, active, *shape)
+    record = load(tmp_path)
+    jsonschema.validate(record, SCHEMA)
+    checks = {check["name"]: check["status"] for check in record["checks"]}
+    assert checks["pressure"] == "pass", done.stderr
+    assert record["statistics"]["kept_tokens"]["pairs"] == 10
+    # 4 sessions in turn fit or do not fit as a whole: no order of eviction helps much there.
+    if "zipf" in shape:
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_pool_that_holds_the_whole_stream_tests_nothing(fake, script, tmp_path):
+    with fake("--mode", "lru", "--blocks", 9999) as lru, fake("--mode", "active") as active:
+        done = canary(script, tmp_path, lru, active, "--shape", "zipf", "--max-requests", 50)
+    assert done.returncode == 2
+    assert "too little to win" in load(tmp_path)["reasons"][0]
+    assert len(load(tmp_path)["phases"]) == 1

@@ -38,6 +38,7 @@ def make_visit(role, mode, kept=0, hot_ms=60, flood_ms=60, repetitions=6, text="
     report = {
         "mode": mode,
         "seed": 0,
+        "settings": {"shape": "pressure", "concurrency": 1},
         "warm_prefix_cached_tokens": WARM,
         "post_flood_cached_tokens": kept,
         "requests": {"sent": len(results), "failed": 0},
@@ -212,3 +213,38 @@ def test_the_lru_visits_alone_can_be_judged():
     assert judge_lru([make_visit("baseline", "lru", kept=WARM)]).outcome == INCONCLUSIVE
     rollback["report"]["mode"] = "active"
     assert judge_lru([baseline, rollback]).outcome == REJECT
+
+
+def streams(candidate_cached, reusable=30_000, lru_cached=0, text="same"):
+    """A canary of another shape: no warmed prefix, every request counts."""
+    visits = good_canary(kept=candidate_cached, text=text)
+    for visit in visits:
+        report = visit["report"]
+        report["settings"] = {"shape": "trace", "concurrency": 1}
+        report["warm_prefix_cached_tokens"] = report["post_flood_cached_tokens"] = None
+        report["reusable_tokens"] = reusable
+        cached = candidate_cached if visit["role"] == "candidate" else lru_cached
+        report["ttft_ms"] = {"trace": report["ttft_ms"]["flood"]}
+        for number, result in enumerate(report["results"]):
+            result |= {"kind": "trace", "key": f"trace/{number}", "cached_tokens": cached}
+        report["tokens"] = {"trace": {"prompt": 60_000, "cached": cached * len(report["results"])}}
+    return visits
+
+
+def test_a_stream_is_judged_by_what_all_its_requests_find_in_the_cache():
+    verdict = judge(streams(300, lru_cached=100), Limits())
+    assert verdict.outcome == ACCEPT
+    assert verdict.statistics["kept_tokens"]["difference_mean"] == 200
+    assert outcome(streams(100, lru_cached=100)) == (REJECT, ["kept"])
+    assert outcome(streams(50, lru_cached=100)) == (REJECT, ["kept"])
+
+
+def test_a_stream_from_which_lru_loses_nothing_tests_nothing():
+    found, names = outcome(streams(300, lru_cached=100, reusable=1250))
+    assert (found, names) == (INCONCLUSIVE, ["pressure"])
+
+
+def test_texts_of_a_stream_are_reported_but_rounding_may_move_them():
+    verdict = judge(streams(300, text="other"), Limits())
+    assert verdict.outcome == ACCEPT
+    assert "0 of 12 outputs" in " ".join(verdict.reasons)

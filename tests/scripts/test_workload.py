@@ -9,7 +9,15 @@ import threading
 
 import pytest
 import shapes
-from workload import Client, Prompts, Request, WorkloadError, check_plan, run_plan
+from workload import (
+    Client,
+    Prompts,
+    Request,
+    WorkloadError,
+    check_plan,
+    reusable_tokens,
+    run_plan,
+)
 
 POOL = range(100, 400)
 CLOSED_LOOP = itertools.repeat(0.0)
@@ -237,3 +245,11 @@ def test_nothing_starts_after_max_seconds(fake):
     with fake("--delay-s", 0.05) as server:
         results = run(server, plan, max_seconds=0.2)
     assert 0 < len(results) < 10
+
+
+def test_reusable_tokens_are_whole_shared_blocks_and_never_a_whole_prompt():
+    prompt = list(range(100, 148))
+    assert reusable_tokens([prompt]) == 0
+    assert reusable_tokens([prompt, prompt]) == 32  # one token must always be computed
+    assert reusable_tokens([prompt, [*prompt, 1]]) == 48
+    assert reusable_tokens([prompt, prompt[:20] + [1] * 20, prompt[1:]]) == 16
