@@ -31,7 +31,7 @@ async def dp2(bench: Bench) -> None:
             first = int(server.policy_metrics_url.rsplit(":", 1)[1].split("/")[0])
             urls = _policy_urls(first, engines=2)
             data = {"ready_s": server.ready_s, "endpoints": {}, "engines": {}}
-            for url, engine in urls.items():
+            for engine, url in urls.items():
                 data["endpoints"][engine] = {"pools": policy_state(fetch(url))["pools"]}
             for rank in range(2):
                 data["engines"][str(rank)] = await _press_rank(server.base_url, urls, rank)

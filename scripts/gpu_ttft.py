@@ -7,7 +7,7 @@ import time
 from functools import partial
 
 import shapes
-from gpu_bench import OPEN_LOOP, Bench, Live, clients, middle_ms, one_use, samples, turns
+from gpu_bench import OPEN_LOOP, Bench, Live, clients, middle_ms, one_use, samples
 from gpu_plan import Sizes
 from gpu_servers import say
 from workload import Prompts, Request
@@ -57,8 +57,8 @@ def load_cells(sizes: Sizes) -> list[tuple[str, str, int, float, float, int]]:
         pairs, others = [], []
         for i, hot in enumerate(sizes.hot_tokens):
             for j, (load, length_s) in enumerate(zip(sizes.rates, sizes.load_s, strict=True)):
-                for name in turns(["lru", "active64"], i + j + repeat):
-                    pairs.append((name, hot, load, length_s))
+                first = ("lru", "active64")[:: 1 if (i + j + repeat) % 2 == 0 else -1]
+                pairs += [(name, hot, load, length_s) for name in first]
                 if load == sizes.extra_rate:
                     others += [(name, hot, load, length_s) for name in ("unpatched", "roomy")]
         for name, hot, load, length_s in pairs + others:
