@@ -150,7 +150,8 @@ def machine() -> dict:
 def prepare(site: Path, folder: Path, rehearse: bool) -> dict[str, str]:
     """Make an unpatched copy of vLLM in `folder`, patch the site; return the import paths.
 
-    rehearse: the site is this Python's own and is patched already; only the copy is made.
+    rehearse: the site is this Python's own; it must be patched, and with the policy that is here.
+    Raises RuntimeError when the installer refuses.
     """
     copy = folder / "vllm"
     if not copy.exists():
@@ -164,8 +165,7 @@ def prepare(site: Path, folder: Path, rehearse: bool) -> dict[str, str]:
         shutil.copytree(site / "vllm", building / "vllm")
         install("--root", str(building), "--revert")
         (building / "vllm").rename(copy)
-    if not rehearse:
-        install("--root", str(site))
+    install("--root", str(site), *(("--check",) if rehearse else ()))
     return {"unpatched": f"{folder}:{site}", "patched": str(site)}
 
 
@@ -174,7 +174,8 @@ def install(*arguments: str) -> None:
     command = [sys.executable, str(REPO / "tools" / "install_computecache.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr.strip()}")
+        said = (done.stderr or done.stdout).strip()
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {said}")
 
 
 def write_logs(fleet: Fleet, folder: Path) -> None:

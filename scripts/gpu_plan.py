@@ -80,8 +80,8 @@ class Sizes:
     question_tokens: int = 64
     flood_tokens: int = 4096
     floods_per_use: float = 6.0
-    rates: tuple[float, ...] = (0.4, 0.75, 1.1)
-    extra_rate: float = 0.75
+    rates: tuple[float, ...] = (0.4, 0.8, 1.3)
+    extra_rate: float = 0.8
     load_s: tuple[float, ...] = (18.0, 12.0, 12.0)
     ttft_rounds: int = 3
     ttft_repeats: int = 8
