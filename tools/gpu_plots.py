@@ -11,6 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 from gpu_stats import KIND, TTFT_MS, percentiles, server_name
+from matplotlib import ticker
 
 COLORS = {
     "unpatched": "#9ca3af",
@@ -29,6 +30,13 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "computecache",
 }
+
+
+def _log_ms(axis) -> None:
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _save(figure, file: Path) -> None:
@@ -56,7 +64,8 @@ def after_floods(cells: list[dict], file: Path) -> None:
             y = percentiles(limit)[0]
             axis.plot([i - 0.45, i + 0.45], [y, y], "k--", label="no flood" if i == 0 else None)
         axis.set_xticks(range(len(hots)), [f"{hot:,}" for hot in hots])
-        axis.set(yscale="log", xlabel="hot prefix, tokens", ylabel="TTFT after floods, p50, ms")
+        _log_ms(axis)
+        axis.set(xlabel="hot prefix, tokens", ylabel="TTFT after floods, p50, ms")
         axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.25))
         _save(figure, file)
 
@@ -90,7 +99,7 @@ def under_load(cells: list[dict], limits: dict[int, float], file: Path) -> None:
                         panel.fill_between(loads, middles, highs, color=color, alpha=0.15)
                 if kind == "hot" and hot in limits:
                     panel.axhline(limits[hot], ls="--", color="k", label="no flood")
-                panel.set(yscale="log")
+                _log_ms(panel)
             panels[0][column].set_title(f"{hot:,} hot tokens")
             panels[1][column].set_xlabel("arrivals, share of lru's capacity")
         panels[0][0].set_ylabel("hot TTFT, ms")
