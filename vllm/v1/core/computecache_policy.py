@@ -99,8 +99,8 @@ class Counters:
     decisions: int = 0  # calls with at least one victim to choose
     reordered_decisions: int = 0  # decisions that moved a victim to the front
     inspected_blocks: int = 0  # blocks looked at to make the decisions
-    sorted_blocks: int = 0  # freed blocks sorted into a list, one for each eviction
-    demoted_blocks: int = 0  # of these, never reused blocks put first in line
+    sorted_blocks: int = 0  # freed blocks sorted besides, at most one for each eviction
+    demotions: int = 0  # never reused runs of blocks put first in line when freed
     fallbacks: int = 0  # decisions left to plain queue order by a failure
     victims_unhashed: int = 0
     victims_never_reused: int = 0
@@ -198,6 +198,7 @@ class ReuseModel:
         self._hits = [[0.0] * BINS for _ in range(KINDS)]
         self._lost = [[0.0] * BINS for _ in range(KINDS)]
         self._cohort = 0
+        self._forgotten = -COHORTS  # the youngest cohort that is counted with the old ones
         self._next_fit = 0
         self.now = 0
         self.reuse_events = 0
@@ -222,6 +223,7 @@ class ReuseModel:
                     live[COHORTS] += live[number % COHORTS]
                     live[number % COHORTS] = 0
             self._cohort = cohort
+            self._forgotten = cohort - COHORTS
         if now >= self._next_fit:
             self._next_fit = now + self.pool_units
             self._fit()
@@ -231,13 +233,14 @@ class ReuseModel:
 
         None: it was in use, which says nothing about the worth of keeping free blocks.
         """
-        tag = tag or 1
-        slot = (tag >> 6) % len(self._tags)  # the sample is one residue of the low 6 bits
-        if self._tags[slot]:
+        slot = (tag >> 6) % len(self._tags)  # the low 6 bits choose the sample
+        known = self._tags[slot]
+        if known:
             before, was = self._stamps[slot], self._kinds[slot]
-            age = max(0, stamp - before)
-            self._live[was][self._cohort_of(before)] -= 1
-            if self._tags[slot] != tag:
+            cohort = before // self._cohort_units
+            self._live[was][cohort % COHORTS if cohort > self._forgotten else COHORTS] -= 1
+            age = stamp - before if stamp > before else 0
+            if known != tag:
                 self._lost[was][age_bin(age)] += 1
             elif hit is not None:
                 self._hits[was][age_bin(age)] += 1
@@ -245,11 +248,8 @@ class ReuseModel:
         self._tags[slot] = tag
         self._stamps[slot] = stamp
         self._kinds[slot] = kind
-        self._live[kind][self._cohort_of(stamp)] += 1
-
-    def _cohort_of(self, stamp: int) -> int:
         cohort = stamp // self._cohort_units
-        return cohort % COHORTS if cohort > self._cohort - COHORTS else COHORTS
+        self._live[kind][cohort % COHORTS if cohort > self._forgotten else COHORTS] += 1
 
     def _compare(self, lru_hit: bool, hit: bool) -> None:
         self._lead = self._lead * GUARD_DECAY + lru_hit - hit
@@ -311,7 +311,7 @@ class ReuseModel:
                 extra_risk = SHRINKAGE + settings.reuse_weight
             else:
                 extra_hits = pulled
-                extra_risk = SHRINKAGE + settings.quick_demote_penalty / MAX_SAMPLE_RATE
+                extra_risk = SHRINKAGE + settings.quick_demote_penalty / 64
             hazards = _hazards(self._hits[kind], lost[kind], extra_hits, extra_risk, extra_risk)
             index.append(_gittins(hazards))
         hull = [list(accumulate(reversed(row), max))[::-1] for row in index]
@@ -350,8 +350,8 @@ def _gittins(hazards: list[float]) -> list[float]:
     return index
 
 
-# A block's word: clock unit of its last use << 8 | place << 3 | observed << 2 | kind.
-KIND_MASK, OBSERVED, PLACE_SHIFT, PLACE_MASK, STAMP_SHIFT = 3, 4, 3, 7 << 3, 8
+# A block's word: clock unit of its last use << 6 | kind << 4 | observed << 3 | place.
+PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 6
 # Places in queue order, each a run of neighbours; 0 is the rest: in use or not sorted yet.
 SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
@@ -449,6 +449,8 @@ class ComputeCachePolicy:
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
         self._fresh = COLD  # the word of a block handed out by the current decision
         self._hit_since_decision = self._reuse_since_decision = False
+        self._never_reused = 0  # victims of the last decision, those without a hash included
+        self._unhashed_before = self.counters.victims_unhashed
 
     def _forget_lists(self) -> None:
         words = self._words
@@ -477,26 +479,25 @@ class ComputeCachePolicy:
             self._fall_back("on_access")
 
     def _access(self, block: Any) -> None:
-        words = self._words
+        words, model = self._words, self.model
         block_id = block.block_id
         word = words[block_id]
-        model = self.model
-        self._hit_since_decision = True
+        kind = word >> KIND_SHIFT & KIND_MASK
         stamp = word >> STAMP_SHIFT
+        self._hit_since_decision = True
         if block.ref_cnt:
             if model.now - stamp < SHARED_UNITS:
-                if word & KIND_MASK == COLD:
-                    words[block_id] = word + CONTINUING - COLD
+                if kind == COLD:
+                    words[block_id] = word + (CONTINUING - COLD << KIND_SHIFT)
                 return
         else:
-            place = (word & PLACE_MASK) >> PLACE_SHIFT
+            place = word & PLACE_MASK
             if place:
                 self._counts[place] -= 1
-                ends = self._ends
-                if block is ends[place]:
-                    before = block.prev_free_block
-                    if before is not ends[0] and not words[before.block_id] & PLACE_MASK:
-                        before = ends[0]  # only blocks prepended since the last decision
+                if block is self._ends[place]:
+                    head, before = self._ends[0], block.prev_free_block
+                    if before is not head and not words[before.block_id] & PLACE_MASK:
+                        before = head  # only blocks prepended since the last decision
                     self._set_end(place, block, before)
             self._clock += 1
             if model.now - stamp > model.lru_horizon:
@@ -504,14 +505,13 @@ class ComputeCachePolicy:
         self._reuse_since_decision = True
         if not word & OBSERVED:
             model.unobserved -= 1
-        block_hash = block.block_hash
-        if block_hash is not None:
-            tag = _tag(block_hash)
+        if block.block_hash is not None:
+            tag = _tag(block.block_hash)
             if not tag & model.mask:
                 if not word & OBSERVED:
-                    model.observe(tag, word & KIND_MASK, stamp, False)
+                    model.observe(tag, kind, stamp, False)
                 model.observe(tag, REUSED, model.now, None if block.ref_cnt else True)
-        words[block_id] = model.now << STAMP_SHIFT | OBSERVED | REUSED
+        words[block_id] = model.now << STAMP_SHIFT | REUSED << KIND_SHIFT | OBSERVED
 
     def on_evicted(self, block: Any) -> None:
         """`block` loses its hash: handed out, or invalidated where it stands."""
@@ -519,24 +519,13 @@ class ComputeCachePolicy:
             return
         if self._owed:
             self._pay()
-        if block.next_free_block is not None:
-            return  # invalidated in the free queue: it is found without a hash in its turn
-        words = self._words
-        word = words[block.block_id]
-        words[block.block_id] = self._fresh
-        if block.ref_cnt:
-            return  # invalidated while in use
-        if word & PLACE_MASK == PROTECTED << PLACE_SHIFT:
-            self.counters.victims_protected += 1
-        elif block.block_hash is None:
-            self.counters.victims_unhashed += 1
-        elif word & KIND_MASK == REUSED:
-            self.counters.victims_reused += 1
-        else:
-            self.counters.victims_never_reused += 1
+        if block.next_free_block is None:  # not invalidated in the free queue
+            self._words[block.block_id] = self._fresh
+            if block.block_hash is None:
+                self.counters.victims_unhashed += 1
 
     def _pay(self) -> None:
-        """Sort as many freed blocks as the decision took."""
+        """Sort as many freed blocks as the decision took: each eviction pays for one."""
         owed, self._owed = self._owed, 0
         try:
             self.counters.sorted_blocks += self._sort(owed)
@@ -584,7 +573,9 @@ class ComputeCachePolicy:
 
     def _decide(self, num_blocks: int) -> None:
         model, counters = self.model, self.counters
+        self._settle()
         self._clock += num_blocks
+        model.unobserved += num_blocks
         now = self._clock // model.unit
         if now != model.now:
             model.advance(now)
@@ -592,25 +583,34 @@ class ComputeCachePolicy:
         if self._reuse_since_decision:
             model.reuse_events += 1
         kind = CONTINUING if self._hit_since_decision else COLD
-        self._fresh = now << STAMP_SHIFT | kind
+        self._fresh = now << STAMP_SHIFT | kind << KIND_SHIFT
         self._hit_since_decision = self._reuse_since_decision = False
 
-        listed = sum(self._counts)
-        scan = self.settings.scan_limit - 1
-        if listed:
-            looked, complete = self._absorb_front(num_blocks + scan)
-            if not complete:  # more fresh unhashed blocks than this decision needs
-                counters.inspected_blocks += looked
+        budget = num_blocks + self.settings.scan_limit - 1
+        absorbed = 0
+        if any(self._counts):
+            absorbed, complete = self._absorb_front(budget)
+            if not complete:  # more of them than the decision needs: it takes these
+                counters.inspected_blocks += absorbed
                 return
-            listed += looked
         self._moved = False
-        # Blocks in no list yet are looked at once, by sorting, even if they are victims.
-        sorted_now = self._sort(scan + max(0, num_blocks - listed))
-        in_lists = self._choose(num_blocks)
-        model.unobserved += num_blocks
-        counters.inspected_blocks += sorted_now + min(in_lists, listed)
+        budget -= absorbed
+        _, spent, cold, continuing, *_ = self._counts
+        spare = spent + cold + continuing >= num_blocks  # no need to touch reused blocks
+        newly_sorted = self._sort(min(budget, self.settings.scan_limit - 1) if spare else budget)
+        walked = self._choose(num_blocks, budget - newly_sorted)
+        counters.inspected_blocks += absorbed + newly_sorted + walked
         counters.reordered_decisions += self._moved
         self._owed = num_blocks
+
+    def _settle(self) -> None:
+        """Count the last decision's victims, now that BlockPool told which had no hash."""
+        unhashed = self.counters.victims_unhashed
+        self.counters.victims_never_reused += max(
+            0, self._never_reused - (unhashed - self._unhashed_before)
+        )
+        self._never_reused = 0
+        self._unhashed_before = unhashed
 
     def _absorb_front(self, budget: int) -> tuple[int, bool]:
         """Add the blocks that BlockPool prepended since the last decision to spent.
@@ -628,7 +628,7 @@ class ComputeCachePolicy:
         end = ends[0]
         for block in found:
             place = PROTECTED if block.block_id in protected else SPENT
-            words[block.block_id] |= place << PLACE_SHIFT
+            words[block.block_id] |= place
             if place == PROTECTED:
                 self._move(block, block, 1, place)
                 continue
@@ -640,62 +640,61 @@ class ComputeCachePolicy:
 
     def _sort(self, budget: int) -> int:
         """Sort up to `budget` freed blocks, oldest first, into the lists; how many were."""
+        block = self._ends[PLACES].next_free_block
+        tail = self._queue.fake_free_list_tail
+        if block is tail or not budget:
+            return 0
         words, protected, model = self._words, self._protected, self.model
         mask = model.mask
-        tail = self._queue.fake_free_list_tail
-        runs: list[tuple[Any, Any, int, int]] = []
-        looked = length = demoted = 0
-        run_place = kind_place = 0
-        kind_word = -1
+        runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
+        looked = start = run_place = key_place = 0
+        key = -1
         first = last = None
-        block = self._ends[PLACES].next_free_block
         while looked < budget and block is not tail:
             following = block.next_free_block
             if following is None or block.ref_cnt:
                 raise QueueError(f"block {block.block_id} is in use or not linked")
-            looked += 1
             block_id = block.block_id
             word = words[block_id]
             block_hash = block.block_hash
-            fresh = not word & OBSERVED
-            if fresh:
-                word |= OBSERVED
-                model.unobserved -= 1
             if block_hash is None:
                 place = SPENT
             else:
-                if word >> STAMP_SHIFT << STAMP_SHIFT | word & KIND_MASK != kind_word:
-                    kind_word = word >> STAMP_SHIFT << STAMP_SHIFT | word & KIND_MASK
-                    kind_place = self._place(word & KIND_MASK, word >> STAMP_SHIFT)
-                place = kind_place
-                demoted += place == SPENT
-                if fresh:
+                if word >> KIND_SHIFT != key:
+                    key = word >> KIND_SHIFT
+                    key_place = self._place(key & KIND_MASK, word >> STAMP_SHIFT)
+                place = key_place
+            if not word & OBSERVED:
+                word |= OBSERVED
+                model.unobserved -= 1
+                if block_hash is not None:
                     tag = _tag(block_hash)
                     if not tag & mask:
-                        model.observe(tag, word & KIND_MASK, word >> STAMP_SHIFT, False)
+                        model.observe(tag, key & KIND_MASK, word >> STAMP_SHIFT, False)
             if protected and block_id in protected:
                 place = PROTECTED
-            words[block_id] = word | place << PLACE_SHIFT
+            words[block_id] = word | place
             if place != run_place:
-                if length:
-                    runs.append((first, last, length, run_place))
-                first, length, run_place = block, 0, place
+                if run_place:
+                    runs.append((first, last, looked - start, run_place))
+                first, start, run_place = block, looked, place
+            looked += 1
             last = block
-            length += 1
             block = following
-        if length:
-            runs.append((first, last, length, run_place))
+        runs.append((first, last, looked - start, run_place))
         for run in runs:
             self._move(*run)
-        self.counters.demoted_blocks += demoted
         return looked
 
     def _place(self, kind: int, stamp: int) -> int:
         """The list of a hashed block; spent if keeping it is not worth an eviction."""
         model = self.model
-        if kind != REUSED and not model.lru and stamp % LET_THROUGH:
+        if model.lru:
+            return FIRST_LIST + REUSED  # the last list: nothing moves
+        if kind != REUSED and stamp % LET_THROUGH:
             worth = model.index[kind][age_bin(model.now - stamp)]
             if worth < self._eviction_cost():
+                self.counters.demotions += 1
                 return SPENT
         return FIRST_LIST + kind
 
@@ -710,48 +709,64 @@ class ComputeCachePolicy:
                 costs.append((model.keep[kind][age], -age, model.index[kind][age]))
         return min(costs)[2] if costs else 0.0
 
-    def _choose(self, num_blocks: int) -> int:
-        """Bring the victims to the front of the queue; how many blocks were walked."""
-        words, counts, ends = self._words, self._counts, self._ends
+    def _choose(self, num_blocks: int, budget: int) -> int:
+        """Bring the victims to the front of the queue, walking at most `budget` blocks.
+
+        Victims for which the budget does not last are the first in the queue as it is:
+        spent, then cold blocks. Returns how many blocks were walked.
+        """
+        words, counts, ends, counters = self._words, self._counts, self._ends, self.counters
         head = ends[0]
         need = num_blocks
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
         spent = min(need, counts[SPENT])
         need -= spent
         walked = 0
-        if need:
-            fronts = {
-                place: ends[place - 1].next_free_block
-                for place in range(FIRST_LIST, PROTECTED)
-                if counts[place]
-            }
-            left = list(counts)
-            while need and fronts:
-                place, limit = self._lowest(fronts)
-                first = block = fronts[place]
+        left = list(counts)
+        fronts = {
+            place: ends[place - 1].next_free_block
+            for place in range(FIRST_LIST, PROTECTED)
+            if counts[place]
+        }
+        while need and fronts:
+            place, limit = self._lowest(fronts) if walked < budget else (min(fronts), None)
+            first = block = fronts[place]
+            length = most = min(need, left[place])
+            if limit is None and most == left[place]:
+                last = ends[place]
+            elif limit is None and place == min(fronts):
+                last = None  # what is left to choose is next in the queue as it is
+            else:
                 length = 0
-                most = min(need, left[place])
-                while True:
+                most = min(most, budget - walked)
+                while length < most:
                     last, block = block, _next(block)
                     length += 1
-                    if length == most or words[block.block_id] >> STAMP_SHIFT > limit:
+                    if limit is not None and words[block.block_id] >> STAMP_SHIFT > limit:
                         break
-                runs.append((first, last, length, place))
                 walked += length
-                need -= length
-                left[place] -= length
-                if left[place]:
-                    fronts[place] = block
-                else:
-                    del fronts[place]
+            runs.append((first, last, length, place))
+            need -= length
+            left[place] -= length
+            if left[place]:
+                fronts[place] = block
+            else:
+                del fronts[place]
 
         # Everything is chosen; from here on the queue changes.
         at = ends[SPENT] if spent else head
         counts[SPENT] -= spent
         if spent and not counts[SPENT]:
             self._set_end(SPENT, at, head)
+        never_reused = spent
         for first, last, length, place in runs:
             counts[place] -= length
+            if place == FIRST_LIST + REUSED:
+                counters.victims_reused += length
+            else:
+                never_reused += length
+            if last is None:
+                continue
             if not counts[place]:
                 self._set_end(place, last, ends[place - 1])
             if first.prev_free_block is not at:
@@ -761,19 +776,25 @@ class ComputeCachePolicy:
         if need:  # only blocks with a watcher are left in view
             protected = min(need, counts[PROTECTED])
             counts[PROTECTED] -= protected
+            counters.victims_protected += protected
             if protected and not counts[PROTECTED]:
                 self._set_end(PROTECTED, ends[PROTECTED], head)
-        return walked + spent
+        self._never_reused = never_reused
+        return walked
 
-    def _lowest(self, fronts: dict[int, Any]) -> tuple[int, int]:
-        """Place of the list to take from, and the stamp up to which its blocks count alike."""
+    def _lowest(self, fronts: dict[int, Any]) -> tuple[int, int | None]:
+        """The list to take from, and the stamp up to which its blocks go first.
+
+        None: all of them do.
+        """
         model, words = self.model, self._words
+        if len(fronts) == 1:
+            return min(fronts), None
         now = model.now
         stamps = {place: words[front.block_id] >> STAMP_SHIFT for place, front in fronts.items()}
         if model.lru:
-            place = min(stamps, key=stamps.__getitem__)
-            others = [stamp for other, stamp in stamps.items() if other != place]
-            return place, min(others, default=now)
+            (_, place), (limit, _) = sorted((stamp, place) for place, stamp in stamps.items())[:2]
+            return place, limit
         ranked = []
         for place, stamp in stamps.items():
             keep = model.keep[place - FIRST_LIST][age_bin(now - stamp)]
@@ -781,7 +802,10 @@ class ComputeCachePolicy:
                 tokens = fronts[place].block_hash_num_tokens or 0
                 keep *= 1 + self.settings.depth_weight * tokens / DEPTH_TOKENS
             ranked.append((keep, stamp, place))
-        _, stamp, place = min(ranked)
+        ranked.sort()
+        _, stamp, place = ranked[0]
+        if model.keep[place - FIRST_LIST][0] < ranked[1][0]:
+            return place, None  # even its youngest block would go before the others' oldest
         return place, now - BIN_STARTS[age_bin(now - stamp)]
 
     # -- the lists in the queue -------------------------------------------------------

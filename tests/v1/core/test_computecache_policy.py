@@ -1,0 +1,617 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Safety suite of the policy: deterministic, needs neither vLLM nor anything installed.
+
+    python3 tests/v1/core/test_computecache_policy.py
+
+The queue here is a small one of the same shape as vLLM's; the same properties are held
+on vLLM's own BlockPool in test_computecache_block_pool.py.
+"""
+
+import importlib.util
+import logging
+import random
+import sys
+import tracemalloc
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load_policy_module():
+    path = ROOT / "vllm/v1/core/computecache_policy.py"
+    spec = importlib.util.spec_from_file_location("computecache_policy_under_test", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+policy_module = load_policy_module()
+ComputeCachePolicy, Settings = policy_module.ComputeCachePolicy, policy_module.Settings
+
+
+class Block:
+    def __init__(self, block_id):
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.is_null = False
+        self.block_hash = None
+        self.block_hash_num_tokens = None
+        self.prev_free_block = self.next_free_block = None
+
+
+class Queue:
+    """Head and tail sentinels and links, as FreeKVCacheBlockQueue has them."""
+
+    def __init__(self, blocks=()):
+        self.fake_free_list_head, self.fake_free_list_tail = Block(-1), Block(-1)
+        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
+        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
+        for block in blocks:
+            self.append(block)
+
+    def insert(self, block, before):
+        previous = before.prev_free_block
+        previous.next_free_block = before.prev_free_block = block
+        block.prev_free_block, block.next_free_block = previous, before
+
+    def append(self, block):
+        self.insert(block, self.fake_free_list_tail)
+
+    def prepend(self, block):
+        self.insert(block, self.fake_free_list_head.next_free_block)
+
+    def remove(self, block):
+        block.prev_free_block.next_free_block = block.next_free_block
+        block.next_free_block.prev_free_block = block.prev_free_block
+        block.prev_free_block = block.next_free_block = None
+
+    def blocks(self):
+        found, block = [], self.fake_free_list_head.next_free_block
+        while block is not self.fake_free_list_tail:
+            found.append(block)
+            block = block.next_free_block
+        return found
+
+    def ids(self):
+        return [block.block_id for block in self.blocks()]
+
+
+def active(num_blocks, **settings):
+    settings = {"mode": "active", "log_every": 0, **settings}
+    return ComputeCachePolicy(Settings(**settings), num_blocks, hash_block_size=16)
+
+
+class Pool:
+    """As much of BlockPool as calls the policy: get, touch and free, in upstream's order."""
+
+    def __init__(self, policy, num_blocks):
+        self.policy = policy
+        self.blocks = [Block(number) for number in range(num_blocks)]
+        self.queue = Queue(self.blocks)
+        self.watched = set()
+        self.serial = 0
+
+    def get(self, count):
+        self.policy.reorder_free_queue(self.queue, count, self.watched)
+        victims = self.queue.blocks()[:count]
+        for block in victims:
+            self.queue.remove(block)
+        for block in victims:
+            self.watched.discard(block.block_id)
+            self.policy.on_evicted(block)
+            block.block_hash = block.block_hash_num_tokens = None
+            block.ref_cnt = 1
+        return victims
+
+    def compute(self, count):
+        """A new chain of `count` cached blocks, head first, in use."""
+        chain = self.get(count)
+        self.serial += 1
+        for depth, block in enumerate(chain):
+            block.block_hash = b"%d/%d" % (self.serial, depth)
+            block.block_hash_num_tokens = 16 * (depth + 1)
+        return chain
+
+    def touch(self, blocks):
+        for block in blocks:
+            self.policy.on_access(block)
+            if block.ref_cnt == 0:
+                self.queue.remove(block)
+            block.ref_cnt += 1
+
+    def free(self, blocks):
+        for block in reversed(blocks):
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0 and block.block_hash is None:
+                self.queue.prepend(block)
+            elif block.ref_cnt == 0:
+                self.queue.append(block)
+
+    def one_use(self, count):
+        self.free(self.compute(count))
+
+    def hot(self, count):
+        """A chain that was computed and then reused once."""
+        chain = self.compute(count)
+        self.free(chain)
+        self.touch(chain)
+        self.free(chain)
+        return chain
+
+    def usable(self, chain, hashes):
+        """Blocks of the chain that a new request would hit: a contiguous prefix."""
+        count = 0
+        for block, block_hash in zip(chain, hashes, strict=True):
+            if block.block_hash != block_hash:
+                break
+            count += 1
+        return count
+
+
+def hashed_queue(count, **settings):
+    """A policy and a queue of `count` free cached blocks, never reused."""
+    policy = active(count, **settings)
+    blocks = [Block(number) for number in range(count)]
+    for block in blocks:
+        block.block_hash = b"%d" % block.block_id
+    return policy, blocks, Queue(blocks)
+
+
+def reuse(policy, queue, block):
+    """Touch a free block and free it again in its old place."""
+    policy.on_access(block)
+    behind = block.next_free_block
+    queue.remove(block)
+    queue.insert(block, behind)
+
+
+class LoudQueue:
+    def __getattr__(self, name):
+        raise AssertionError(f"the queue was looked at: {name}")
+
+
+class OffTest(unittest.TestCase):
+    def test_lru_mode_returns_before_it_looks_at_the_queue(self):
+        policy = ComputeCachePolicy(Settings(), 8, 16)
+        policy.on_access(LoudQueue())
+        policy.on_evicted(LoudQueue())
+        policy.reorder_free_queue(LoudQueue(), 4, LoudQueue())
+        policy.reset()
+        self.assertFalse(policy.enabled)
+        self.assertEqual((policy.decisions, policy.fallbacks), (0, 0))
+
+    def test_active_does_nothing_without_prefix_caching(self):
+        policy = ComputeCachePolicy(Settings(mode="active"), 8, 16, enable_caching=False)
+        policy.reorder_free_queue(LoudQueue(), 4, ())
+        self.assertFalse(policy.enabled)
+
+    def test_scan_limit_1_is_lru(self):
+        policy, blocks, queue = hashed_queue(8, scan_limit=1)
+        reuse(policy, queue, blocks[0])
+        policy.reorder_free_queue(queue, 3, ())
+        self.assertEqual(queue.ids(), list(range(8)))
+        self.assertEqual(policy.reordered_decisions, 0)
+
+
+class OrderTest(unittest.TestCase):
+    def test_one_use_blocks_go_before_reused_ones(self):
+        policy, blocks, queue = hashed_queue(8)
+        for block in blocks[:4]:
+            reuse(policy, queue, block)
+        policy.reorder_free_queue(queue, 3, ())
+        self.assertEqual(queue.ids()[:3], [4, 5, 6])
+        self.assertEqual(sorted(queue.ids()), list(range(8)))
+        self.assertEqual(policy.reordered_decisions, 1)
+
+    def test_unhashed_blocks_go_first_of_all(self):
+        policy, blocks, queue = hashed_queue(8)
+        blocks[5].block_hash = None
+        reuse(policy, queue, blocks[0])
+        policy.reorder_free_queue(queue, 2, ())
+        self.assertEqual(queue.ids()[:2], [5, 1])
+
+    def test_equal_blocks_keep_the_queue_s_order(self):
+        policy, _, queue = hashed_queue(8)
+        for count in (1, 3, 8):
+            policy.reorder_free_queue(queue, count, ())
+            self.assertEqual(queue.ids(), list(range(8)))
+
+    def test_among_reused_blocks_the_least_recently_used_goes_first(self):
+        pool = Pool(active(64), 40)
+        first, second = pool.hot(20), pool.hot(20)
+        pool.touch(first)
+        pool.free(first)
+        victims = pool.get(5)
+        self.assertEqual(victims, second[:14:-1])  # tail first
+
+    def test_a_protected_block_is_the_last_resort(self):
+        policy, blocks, queue = hashed_queue(6)
+        for block in blocks[3:]:
+            reuse(policy, queue, block)
+        policy.reorder_free_queue(queue, 5, {0, 4})
+        self.assertEqual(queue.ids()[:4], [1, 2, 3, 5])
+        self.assertIn(queue.ids()[4], {0, 4})
+
+    def test_an_unhashed_protected_block_is_last_too(self):
+        pool = Pool(active(8), 8)
+        pool.one_use(8)
+        blocks = pool.get(2)
+        pool.watched = {blocks[0].block_id}
+        pool.free(blocks)
+        self.assertEqual([b.block_id for b in pool.get(1)], [blocks[1].block_id])
+        self.assertNotIn(blocks[0], pool.get(6))
+        self.assertEqual(pool.get(1), [blocks[0]])
+        self.assertEqual(pool.policy.counters.victims_protected, 1)
+
+    def test_protected_ids_are_only_asked_for_membership(self):
+        class Ids:
+            def __contains__(self, block_id):
+                return block_id == 0
+
+        policy, _, queue = hashed_queue(4)
+        policy.reorder_free_queue(queue, 1, Ids())
+        self.assertEqual((queue.ids()[0], policy.fallbacks), (1, 0))
+
+
+class ChainTest(unittest.TestCase):
+    def test_losing_k_of_20_hot_blocks_leaves_20_minus_k_usable(self):
+        for lost in range(21):
+            pool = Pool(active(64), 40)
+            chain = pool.hot(20)
+            hashes = [block.block_hash for block in chain]
+            pool.get(20 + lost)
+            self.assertEqual(pool.usable(chain, hashes), 20 - lost)
+
+    def test_no_cached_parent_goes_before_its_child(self):
+        for seed in range(20):
+            rng = random.Random(seed)
+            pool = Pool(active(64, scan_limit=rng.choice((2, 3, 16, 64))), 60)
+            chains = []
+            for _ in range(60):
+                chain = pool.compute(rng.randrange(1, 9))
+                chains.append((chain, [block.block_hash for block in chain]))
+                pool.free(chain)
+                chain, hashes = rng.choice(chains)
+                hit = chain[: pool.usable(chain, hashes)]
+                pool.touch(hit[: rng.randrange(len(hit) + 1)])
+                pool.free([block for block in hit if block.ref_cnt])
+                for chain, hashes in chains:
+                    alive = [b.block_hash == h for b, h in zip(chain, hashes, strict=True)]
+                    self.assertEqual(alive, sorted(alive, reverse=True), f"seed {seed}")
+            self.assertEqual(pool.policy.fallbacks, 0)
+
+    def test_a_hot_prefix_as_large_as_half_the_pool_outlives_any_flood(self):
+        for scan_limit in (2, 16, 64):
+            for flood in (1, 10, 60, 120):
+                pool = Pool(active(256, scan_limit=scan_limit), 255)
+                chain = pool.hot(128)
+                hashes = [block.block_hash for block in chain]
+                for _ in range(1200 // flood):
+                    pool.one_use(flood)
+                kept = pool.usable(chain, hashes)
+                self.assertGreaterEqual(kept, 128 if scan_limit == 64 else 116, (scan_limit, flood))
+
+
+class CountingBlock(Block):
+    """Notes in `seen` that somebody asked whether the block is in use or hashed."""
+
+    seen = None
+
+    def __getattribute__(self, name):
+        if name in ("ref_cnt", "block_hash") and CountingBlock.seen is not None:
+            CountingBlock.seen.add(object.__getattribute__(self, "block_id"))
+        return object.__getattribute__(self, name)
+
+
+class BoundTest(unittest.TestCase):
+    def test_a_decision_looks_at_no_more_than_n_plus_scan_limit_minus_1_blocks(self):
+        for scan_limit in (2, 3, 16, 64):
+            rng = random.Random(scan_limit)
+            pool = Pool(active(300, scan_limit=scan_limit), 300)
+            pool.blocks = [CountingBlock(number) for number in range(300)]
+            pool.queue = Queue(pool.blocks)
+            running, inspected = [], 0
+            for _ in range(400):
+                count = rng.choice((1, 1, 2, 17, 60))
+                while len(pool.queue.blocks()) < count:
+                    pool.free(running.pop(0))
+                CountingBlock.seen = seen = set()
+                pool.policy.reorder_free_queue(pool.queue, count, pool.watched)
+                CountingBlock.seen = None
+                bound = count + scan_limit - 1
+                self.assertLessEqual(len(seen - {-1}), bound)
+                self.assertLessEqual(pool.policy.counters.inspected_blocks - inspected, bound)
+                victims = pool.queue.blocks()[:count]
+                for block in victims:
+                    pool.queue.remove(block)
+                for block in victims:
+                    pool.policy.on_evicted(block)
+                    pool.serial += 1
+                    block.block_hash = b"%d" % pool.serial if rng.random() < 0.9 else None
+                    block.ref_cnt = 1
+                inspected = pool.policy.counters.inspected_blocks
+                running.append(victims)
+                if rng.random() < 0.3:
+                    old = [b for b in rng.sample(pool.blocks, 20) if b.block_hash and not b.ref_cnt]
+                    pool.touch(old)
+                    running.append(old)
+                while len(running) > 4:
+                    pool.free(running.pop(rng.randrange(len(running))))
+            self.assertEqual(pool.policy.fallbacks, 0)
+
+    def test_a_decision_allocates_nothing_proportional_to_the_pool(self):
+        peaks = []
+        for size in (500, 50_000):
+            policy, _, queue = hashed_queue(size)
+            policy.reorder_free_queue(queue, 8, ())
+            tracemalloc.start()
+            policy.reorder_free_queue(queue, 8, ())
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        self.assertLess(peaks[1], 2 * peaks[0] + 1000)
+
+    def test_memory_is_at_most_32_bytes_a_block(self):
+        for size in (1024, 20_480, 100_000):
+            tracemalloc.start()
+            policy = active(size)
+            spent = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            self.assertTrue(policy.enabled)
+            self.assertLess(spent, 32 * size + 8000)
+
+
+class FallbackTest(unittest.TestCase):
+    def test_a_pinned_block_leaves_the_queue_as_it_was(self):
+        policy, blocks, queue = hashed_queue(8)
+        reuse(policy, queue, blocks[0])
+        blocks[3].ref_cnt = 1
+        with self.assertLogs(policy_module.logger, "ERROR") as logs:
+            for _ in range(3):
+                policy.reorder_free_queue(queue, 2, ())
+        self.assertEqual(queue.ids(), list(range(8)))
+        self.assertEqual((policy.fallbacks, len(logs.output)), (3, 1))
+        blocks[3].ref_cnt = 0
+        policy.reorder_free_queue(queue, 2, ())
+        self.assertEqual((queue.ids()[:2], policy.fallbacks), ([1, 2], 3))
+
+    def test_a_broken_link_is_not_followed(self):
+        policy, blocks, queue = hashed_queue(8)
+        blocks[4].next_free_block = None
+        with self.assertLogs(policy_module.logger, "ERROR"):
+            policy.reorder_free_queue(queue, 6, ())
+        self.assertEqual(policy.fallbacks, 1)
+        self.assertIs(queue.fake_free_list_head.next_free_block, blocks[0])
+
+    def test_an_exception_from_outside_is_counted_and_logged_once(self):
+        class Broken:
+            def __bool__(self):
+                raise RuntimeError("no answer")
+
+        policy, _, queue = hashed_queue(8)
+        with self.assertLogs(policy_module.logger, "ERROR") as logs:
+            policy.reorder_free_queue(queue, 2, Broken())
+            policy.on_access(object.__new__(type("NotABlock", (), {"is_null": False})))
+        self.assertEqual((policy.fallbacks, len(logs.output)), (2, 1))
+        self.assertEqual(queue.ids(), list(range(8)))
+
+
+class ReuseTest(unittest.TestCase):
+    def test_a_recycled_block_starts_clean(self):
+        pool = Pool(active(8), 6)
+        pool.hot(6)
+        fresh = pool.compute(3)
+        pool.free(fresh)
+        self.assertEqual(set(pool.get(3)), set(fresh))
+
+    def test_the_samples_of_one_request_are_not_reuse(self):
+        pool = Pool(active(64), 40)
+        sampled = pool.compute(8)
+        for _ in range(3):
+            pool.touch(sampled)
+        for _ in range(4):
+            pool.free(sampled)
+        pool.hot(8)
+        pool.one_use(24)
+        self.assertEqual(set(pool.get(8)), set(sampled))
+
+    def test_a_prefix_shared_while_in_use_is_reuse_once_it_is_old(self):
+        pool = Pool(active(64), 40)
+        shared = pool.compute(8)
+        pool.one_use(12)
+        pool.touch(shared)
+        pool.free(shared)
+        pool.free(shared)
+        pool.one_use(12)
+        hashes = [block.block_hash for block in shared]
+        for _ in range(20):
+            pool.one_use(12)
+        self.assertEqual(pool.usable(shared, hashes), 8)
+
+    def test_a_block_invalidated_in_the_queue_is_the_next_victim_of_its_list(self):
+        pool = Pool(active(8), 6)
+        chain = pool.hot(6)
+        pool.policy.reorder_free_queue(pool.queue, 1, ())
+        pool.policy.on_evicted(chain[0])
+        chain[0].block_hash = None
+        self.assertEqual(len(pool.get(6)), 6)
+        self.assertEqual(pool.policy.fallbacks, 0)
+
+    def test_reset_forgets_what_was_reused(self):
+        pool = Pool(active(8), 6)
+        chain = pool.hot(3)
+        pool.one_use(3)
+        pool.policy.reset()
+        self.assertEqual(pool.get(3), chain[::-1])
+
+
+def fitted(**settings):
+    """A model that saw 300 hashes of each kind; one in four came back after half a pool."""
+    model = policy_module.ReuseModel(Settings(mode="active", **settings), 256)
+    model.reuse_events = policy_module.MIN_REUSE_EVENTS
+    for number in range(300):
+        for kind in range(policy_module.KINDS):
+            model.advance(number)
+            model.observe(number << 8 | kind << 6, kind, number, False)
+            if number % 4 == 0 and number >= 128:
+                model.observe(number - 128 << 8 | kind << 6, kind, number, True)
+    model.advance(600)
+    return model
+
+
+class WeightTest(unittest.TestCase):
+    REUSED, COLD = policy_module.REUSED, policy_module.COLD
+
+    def test_reuse_weight_raises_the_worth_of_reused_blocks(self):
+        low, high = fitted(reuse_weight=0), fitted(reuse_weight=640)
+        age = policy_module.age_bin(128)
+        self.assertGreater(high.keep[self.REUSED][age], low.keep[self.REUSED][age])
+        self.assertEqual(high.keep[self.COLD], low.keep[self.COLD])
+
+    def test_quick_demote_penalty_lowers_the_worth_of_never_reused_blocks(self):
+        low, high = fitted(quick_demote_penalty=0), fitted(quick_demote_penalty=409_600)
+        age = policy_module.age_bin(64)
+        self.assertLess(high.index[self.COLD][age], low.index[self.COLD][age])
+        self.assertEqual(high.index[self.REUSED], low.index[self.REUSED])
+
+    def test_age_weight_lowers_the_worth_of_old_favourites(self):
+        low, high = fitted(age_weight=0), fitted(age_weight=100)
+        old = policy_module.age_bin(20 * 256)
+        self.assertLess(high.keep[self.REUSED][old], low.keep[self.REUSED][old])
+
+    def test_depth_weight_keeps_a_long_reused_prefix_longer(self):
+        victims = {}
+        for depth_weight in (0, 1):
+            pool = Pool(active(512, scan_limit=4096, depth_weight=depth_weight), 400)
+            pool.policy.model.index = [[1.0] * 32] * 3
+            chain = pool.hot(200)
+            pool.one_use(200)
+            pool.policy.model.keep = [[1.0] * 32, [1.0] * 32, [0.95] * 32]
+            pool.policy.reorder_free_queue(pool.queue, 8, ())
+            victims[depth_weight] = pool.queue.blocks()[0] in chain
+        self.assertEqual(victims, {0: True, 1: False})
+
+    def test_quick_demote_penalty_decides_a_demotion(self):
+        demoted = {}
+        for penalty in (0, 10**9):
+            pool = Pool(active(256, quick_demote_penalty=penalty), 80)
+            policy = pool.policy
+            policy.model = fitted(quick_demote_penalty=penalty)
+            policy._clock = 601
+            pool.hot(40)
+            policy._clock += 200  # older than any reuse that was observed
+            pool.one_use(40)
+            pool.get(20)
+            demoted[penalty] = policy.counters.demotions > 0
+        self.assertEqual(demoted, {0: False, 10**9: True})
+
+
+class ModelTest(unittest.TestCase):
+    def test_a_kind_that_comes_back_is_worth_more_than_one_that_does_not(self):
+        model = policy_module.ReuseModel(Settings(mode="active", reuse_weight=0), 256)
+        model.reuse_events = policy_module.MIN_REUSE_EVENTS
+        for number in range(400):
+            model.advance(number)
+            model.observe(number << 8, policy_module.COLD, number, False)
+            model.observe(number << 8 | 64, policy_module.CONTINUING, number, False)
+            if number >= 100:
+                model.observe((number - 100) << 8 | 64, policy_module.CONTINUING, number, True)
+        model.advance(600)
+        self.assertGreater(
+            model.index[policy_module.CONTINUING][0], model.index[policy_module.COLD][0]
+        )
+
+    def test_the_worth_never_falls_with_youth_or_with_reuse(self):
+        model = fitted()
+        for row in model.keep:
+            self.assertEqual(row, sorted(row, reverse=True))
+        for column in zip(*model.keep, strict=True):
+            self.assertEqual(max(column), column[policy_module.REUSED])
+
+    def test_the_index_is_the_best_hit_rate_over_the_moment_to_stop(self):
+        hazards = [0.0] * policy_module.BINS
+        hazards[9] = 0.5
+        start, end = policy_module.BIN_STARTS[9], policy_module.BIN_STARTS[10]
+        index = policy_module._gittins(hazards)
+        self.assertAlmostEqual(index[0], 0.5 / (start + 0.75 * (end - start)))
+        self.assertAlmostEqual(index[9], 0.5 / (0.75 * (end - start)))
+        self.assertEqual(index[10], 0.0)
+
+    def test_the_guard_returns_to_lru_where_lru_hits_more(self):
+        model = policy_module.ReuseModel(Settings(mode="active"), 256)
+        for number in range(2 * policy_module.GUARD_LEAST):
+            model.advance(number)
+            model.observe(number << 8, policy_module.COLD, number, False)
+            if number:
+                model.observe((number - 1) << 8, policy_module.COLD, number, False)
+        self.assertTrue(model.lru)
+        self.assertEqual(model.trips, 1)
+        model.advance(number + (policy_module.GUARD_POOLS + 2) * 256)
+        self.assertFalse(model.lru)
+
+    def test_the_guard_lets_a_policy_be_that_hits_as_much(self):
+        model = policy_module.ReuseModel(Settings(mode="active"), 256)
+        for number in range(1, 1000):
+            model.advance(number)
+            model.observe(number << 8, policy_module.COLD, number, False)
+            model.observe((number - 1) << 8, policy_module.COLD, number, True)
+        self.assertFalse(model.lru)
+
+    def test_in_guarded_order_the_oldest_front_goes_first(self):
+        pool = Pool(active(64), 40)
+        chain = pool.hot(20)
+        pool.one_use(20)
+        pool.policy.model.lru = True
+        self.assertEqual(pool.get(4), chain[:15:-1])
+
+
+class SettingsTest(unittest.TestCase):
+    def read(self, **environ):
+        return Settings.from_environ({f"COMPUTECACHE_{k}": v for k, v in environ.items()})
+
+    def test_defaults(self):
+        self.assertEqual(self.read(), Settings("lru", 64, 64, 1, 1, 4096, 256))
+
+    def test_stray_characters_are_understood(self):
+        for raw in ("active", "Active ", "'active'", "active\r", '"ACTIVE"\r\n', "\tactive"):
+            with self.assertNoLogs(policy_module.logger):
+                self.assertEqual(self.read(MODE=raw).mode, "active", repr(raw))
+        for raw in ("32", " 32", "'32'", "32\r"):
+            with self.assertNoLogs(policy_module.logger):
+                self.assertEqual(self.read(SCAN_LIMIT=raw).scan_limit, 32, repr(raw))
+
+    def test_an_invalid_value_means_the_default_and_one_warning_that_shows_it(self):
+        cases = [
+            ("MODE", ("activ", "on", "1", "active lru", "actïve", "lru,active", '""')),
+            ("SCAN_LIMIT", ("0", "-1", "64.0", "1e3", "many", "1_000", "٦٤", "6 4", "0x40")),
+            ("REUSE_WEIGHT", ("-1", "none", "nan")),
+            ("LOG_EVERY", ("-256", "often")),
+        ]
+        for name, values in cases:
+            for raw in values:
+                with self.assertLogs(policy_module.logger, "WARNING") as logs:
+                    self.assertEqual(self.read(**{name: raw}), Settings(), repr(raw))
+                self.assertEqual(len(logs.output), 1)
+                self.assertIn(f"COMPUTECACHE_{name}={raw!r}", logs.output[0])
+
+    def test_values_above_the_upper_bound_are_cut_with_a_warning(self):
+        with self.assertLogs(policy_module.logger, "WARNING") as logs:
+            self.assertEqual(self.read(SCAN_LIMIT="5000").scan_limit, 4096)
+        self.assertIn("'5000'", logs.output[0])
+
+    def test_unset_and_blank_are_the_default_without_a_word(self):
+        for raw in ("", "  "):
+            with self.assertNoLogs(policy_module.logger):
+                self.assertEqual(self.read(MODE=raw, SCAN_LIMIT=raw), Settings())
+
+    def test_the_effective_settings_are_logged_at_start(self):
+        with self.assertLogs(policy_module.logger, "INFO") as logs:
+            ComputeCachePolicy.from_environ(8, 16)
+        self.assertIn("scan_limit=64", "".join(logs.output))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.CRITICAL)
+    unittest.main()
