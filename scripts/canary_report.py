@@ -13,11 +13,19 @@ from pathlib import Path
 import canary_plots as plots
 from rich.console import Console
 from rich.table import Table
-from verdict import ACCEPT, INCONCLUSIVE, REJECT, Verdict, never_lost, served_tokens
+from verdict import (
+    ACCEPT,
+    INCONCLUSIVE,
+    JUDGED_KINDS,
+    REJECT,
+    Verdict,
+    never_lost,
+    served_tokens,
+)
 
 SCHEMA_VERSION = 1
 ADVICE = {
-    ACCEPT: "active kept what lru lost and cost nothing that could be measured. Promote it "
+    ACCEPT: "active kept what lru lost and was not clearly slower. Promote it "
     "(COMPUTECACHE_MODE=active in .env, then docker compose up -d vllm; or run the canary with "
     "--promote) and watch the dashboard for a day. To go back: COMPUTECACHE_MODE=lru, same way.",
     REJECT: "Stay in lru. The reasons below carry their numbers: a failed request or a failed "
@@ -26,6 +34,11 @@ ADVICE = {
     INCONCLUSIVE: "Nothing was decided, so stay in lru. Mend what is named below and run the "
     "canary again: more repetitions, more pressure, or the mode that was asked for.",
 }
+ADVICE_EMBEDDED_ACCEPT = (
+    "The patch does its work on this machine's CPU: active kept what lru lost, and going back to "
+    "lru served. This says nothing about the speed of your GPU: next, run the canary on the stack "
+    "that serves (canary.py run --target compose) and decide by its verdict."
+)
 WORD = {ACCEPT: "active is better here", REJECT: "stay in lru", INCONCLUSIVE: "could not tell"}
 COLOR = {ACCEPT: "#0f766e", REJECT: "#b91c1c", INCONCLUSIVE: "#a16207"}
 
@@ -64,8 +77,11 @@ def phase_row(visit: dict) -> dict:
         "warm_prefix_cached_tokens": report.get("warm_prefix_cached_tokens"),
         "post_flood_cached_tokens": report.get("post_flood_cached_tokens"),
         "hit_ratio": counters.get("hit_ratio"),
-        "hot_replay_ttft_p95_ms": ttft.get("hot_replay", {}).get("p95"),
-        "flood_ttft_p95_ms": ttft.get("flood", {}).get("p95"),
+        "ttft_p95_ms": {
+            JUDGED_KINDS[kind]: ttft[kind]["p95"]
+            for kind in JUDGED_KINDS
+            if ttft.get(kind, {}).get("samples") and kind != "control"
+        },
         "requests_served": requests["sent"] - requests["failed"],
         "requests_failed": requests["failed"],
         "error": visit["error"],
@@ -122,6 +138,8 @@ def release_record(canary: dict) -> dict:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(item)}" for name, item in value.items()) or "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -132,23 +150,16 @@ def print_table(canary: dict) -> None:
     for title in ("phase", "mode", "hot prefix", "cached", "hit ratio", "p95 TTFT, ms", "served"):
         table.add_column(title)
     for row in canary["phases"]:
-        warm, post_flood, ratio, hot, flood = (
-            _cell(row[name])
-            for name in (
-                "warm_prefix_cached_tokens",
-                "post_flood_cached_tokens",
-                "hit_ratio",
-                "hot_replay_ttft_p95_ms",
-                "flood_ttft_p95_ms",
-            )
-        )
+        cached = f"{row['warm_prefix_cached_tokens']} -> {row['post_flood_cached_tokens']}"
+        if row["warm_prefix_cached_tokens"] is None:
+            cached = f"{_cell(row['cached_tokens'])} of {_cell(row['reusable_tokens'])}"
         table.add_row(
             row["phase"],
             _cell(row["mode"]),
             _cell(row["hot_prefix"]),
-            f"{warm} -> {post_flood}",
-            ratio,
-            f"{hot} hot, {flood} flood",
+            cached,
+            _cell(row["hit_ratio"]),
+            ", ".join(f"{kind} {p95:.0f}" for kind, p95 in row["ttft_p95_ms"].items()) or "-",
             f"{row['requests_served']} of {row['requests_served'] + row['requests_failed']}",
         )
     console.print(table)
@@ -199,13 +210,20 @@ def html(canary: dict) -> str:
         *((name, version) for name, version in canary["versions"].items()),
         ("server starts", canary["server_starts"]),
     ]
+    advice, reasons = ADVICE[outcome], canary["reasons"]
+    if outcome == ACCEPT:
+        # Everything passed and is listed below; what was gained comes first.
+        gains = ("kept", "ttft_hot_replay", "ttft_hot", "rollback")
+        reasons = [c["detail"] for c in canary["checks"] if c["name"] in gains]
+        if canary["target"] == "embedded":
+            advice = ADVICE_EMBEDDED_ACCEPT
     template = Path(__file__).with_name("canary_report.html").read_text()
     filled = {
         "outcome": outcome,
         "word": WORD[outcome],
         "color": COLOR[outcome],
-        "advice": escape(ADVICE[outcome]),
-        "reasons": "".join(f"<li>{escape(reason)}</li>" for reason in canary["reasons"]),
+        "advice": escape(advice),
+        "reasons": "".join(f"<li>{escape(reason)}</li>" for reason in reasons),
         "figures": figures,
         "checks": checks,
         "phases": phases,
