@@ -49,7 +49,10 @@ def endpoint(metrics):
 
 
 def make_policy(mode="active", **counts):
-    names = ["decisions", "reordered_decisions", "inspected_blocks", "fallbacks", "protected_hits"]
+    names = [
+        *("decisions", "reordered_decisions", "inspected_blocks", "sorted_blocks"),
+        *("demoted_blocks", "fallbacks", "protected_hits", "lru_guard_trips"),
+    ]
     names += [f"victims_{c}" for c in ("unhashed", "never_reused", "reused", "protected")]
     return SimpleNamespace(
         settings=SimpleNamespace(

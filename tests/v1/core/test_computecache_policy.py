@@ -501,10 +501,11 @@ class WeightTest(unittest.TestCase):
             policy.model = fitted(quick_demote_penalty=penalty)
             policy._clock = 601
             pool.hot(40)
-            policy._clock += 200  # older than any reuse that was observed
+            pool.free(pool.get(1))
+            policy._clock += 200  # longer idle than any reuse that was observed
             pool.one_use(40)
             pool.get(20)
-            demoted[penalty] = policy.counters.demotions > 0
+            demoted[penalty] = policy.counters.demoted_blocks > 0
         self.assertEqual(demoted, {0: False, 10**9: True})
 
 

@@ -43,11 +43,10 @@ COUNTERS = {
     "inspected_blocks": "Free-queue blocks looked at while choosing.",
     "fallbacks": "Decisions left to LRU because of an unexpected state or an error.",
     "protected_hits": "Prefix hits on blocks older than the age at which LRU evicts.",
-    "sorted_blocks": "Blocks sorted for later decisions when they became free.",
-    "demoted_blocks": "Sorted blocks that were never reused and went first in line.",
+    "sorted_blocks": "Freed blocks sorted into a list beside the decisions, one for each eviction.",
+    "demoted_blocks": "Never reused blocks put first in line when they were sorted.",
     "lru_guard_trips": "Times the policy fell back to LRU order because that measured better.",
 }
-OPTIONAL_COUNTERS = {"sorted_blocks", "demoted_blocks", "lru_guard_trips"}
 VICTIM_CLASSES = ("unhashed", "never_reused", "reused", "protected")
 
 
@@ -93,8 +92,7 @@ class PolicyCollector(Collector):
         for name, documentation in COUNTERS.items():
             counter = CounterMetricFamily(f"{PREFIX}_{name}", documentation, labels=labels)
             for pool, policy in pools:
-                if name not in OPTIONAL_COUNTERS or hasattr(policy.counters, name):
-                    counter.add_metric(pool, getattr(policy.counters, name))
+                counter.add_metric(pool, getattr(policy.counters, name))
             yield counter
 
         victims = CounterMetricFamily(

@@ -100,7 +100,7 @@ class Counters:
     reordered_decisions: int = 0  # decisions that moved a victim to the front
     inspected_blocks: int = 0  # blocks looked at to make the decisions
     sorted_blocks: int = 0  # freed blocks sorted besides, at most one for each eviction
-    demotions: int = 0  # never reused runs of blocks put first in line when freed
+    demoted_blocks: int = 0  # never reused blocks put first in line when they were sorted
     fallbacks: int = 0  # decisions left to plain queue order by a failure
     victims_unhashed: int = 0
     victims_never_reused: int = 0
@@ -350,8 +350,10 @@ def _gittins(hazards: list[float]) -> list[float]:
     return index
 
 
-# A block's word: clock unit of its last use << 6 | kind << 4 | observed << 3 | place.
+# A block's word: stamp << 6 | kind << 4 | observed << 3 | place. The stamp is the clock
+# unit of the last use and, once the block is sorted, that of its sorting.
 PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 6
+STAMP_MASK = -1 << STAMP_SHIFT
 # Places in queue order, each a run of neighbours; 0 is the rest: in use or not sorted yet.
 SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
@@ -645,9 +647,9 @@ class ComputeCachePolicy:
         if block is tail or not budget:
             return 0
         words, protected, model = self._words, self._protected, self.model
-        mask = model.mask
+        mask, stamp = model.mask, model.now << STAMP_SHIFT
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
-        looked = start = run_place = key_place = 0
+        looked = start = demoted = run_place = key_place = 0
         key = -1
         first = last = None
         while looked < budget and block is not tail:
@@ -664,6 +666,8 @@ class ComputeCachePolicy:
                     key = word >> KIND_SHIFT
                     key_place = self._place(key & KIND_MASK, word >> STAMP_SHIFT)
                 place = key_place
+                if place == SPENT:
+                    demoted += 1
             if not word & OBSERVED:
                 word |= OBSERVED
                 model.unobserved -= 1
@@ -673,7 +677,7 @@ class ComputeCachePolicy:
                         model.observe(tag, key & KIND_MASK, word >> STAMP_SHIFT, False)
             if protected and block_id in protected:
                 place = PROTECTED
-            words[block_id] = word | place
+            words[block_id] = stamp | word & ~STAMP_MASK | place
             if place != run_place:
                 if run_place:
                     runs.append((first, last, looked - start, run_place))
@@ -684,6 +688,7 @@ class ComputeCachePolicy:
         runs.append((first, last, looked - start, run_place))
         for run in runs:
             self._move(*run)
+        self.counters.demoted_blocks += demoted
         return looked
 
     def _place(self, kind: int, stamp: int) -> int:
@@ -692,9 +697,8 @@ class ComputeCachePolicy:
         if model.lru:
             return FIRST_LIST + REUSED  # the last list: nothing moves
         if kind != REUSED and stamp % LET_THROUGH:
-            worth = model.index[kind][age_bin(model.now - stamp)]
+            worth = model.index[kind][0]
             if worth < self._eviction_cost():
-                self.counters.demotions += 1
                 return SPENT
         return FIRST_LIST + kind
 
@@ -785,28 +789,27 @@ class ComputeCachePolicy:
     def _lowest(self, fronts: dict[int, Any]) -> tuple[int, int | None]:
         """The list to take from, and the stamp up to which its blocks go first.
 
-        None: all of them do.
+        None: all of them do. Equal values go by age, so that no child is left behind.
         """
-        model, words = self.model, self._words
         if len(fronts) == 1:
             return min(fronts), None
-        now = model.now
-        stamps = {place: words[front.block_id] >> STAMP_SHIFT for place, front in fronts.items()}
-        if model.lru:
-            (_, place), (limit, _) = sorted((stamp, place) for place, stamp in stamps.items())[:2]
-            return place, limit
+        model, words, now = self.model, self._words, self.model.now
         ranked = []
-        for place, stamp in stamps.items():
-            keep = model.keep[place - FIRST_LIST][age_bin(now - stamp)]
-            if place - FIRST_LIST == REUSED:
-                tokens = fronts[place].block_hash_num_tokens or 0
+        for place, front in fronts.items():
+            stamp = words[front.block_id] >> STAMP_SHIFT
+            keep = 0.0 if model.lru else model.keep[place - FIRST_LIST][age_bin(now - stamp)]
+            if place == FIRST_LIST + REUSED:
+                tokens = front.block_hash_num_tokens or 0
                 keep *= 1 + self.settings.depth_weight * tokens / DEPTH_TOKENS
             ranked.append((keep, stamp, place))
         ranked.sort()
-        _, stamp, place = ranked[0]
-        if model.keep[place - FIRST_LIST][0] < ranked[1][0]:
+        (keep, stamp, place), (next_keep, next_stamp, _) = ranked[:2]
+        if model.lru:
+            return place, next_stamp - 1
+        if model.keep[place - FIRST_LIST][0] < next_keep:
             return place, None  # even its youngest block would go before the others' oldest
-        return place, now - BIN_STARTS[age_bin(now - stamp)]
+        limit = now - BIN_STARTS[age_bin(now - stamp)]
+        return place, min(limit, next_stamp - 1) if keep == next_keep else limit
 
     # -- the lists in the queue -------------------------------------------------------
 

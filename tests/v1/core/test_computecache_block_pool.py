@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy on vLLM's own BlockPool, patched; needs the installed, patched vLLM."""
+
+import hashlib
+import importlib.util
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import install_computecache as installer
+import pytest
+import vllm.v1.core.block_pool as block_pool
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from vllm.v1.core import computecache_policy as policy_module
+
+BLOCK_SIZE = 16
+
+
+def make_pool(num_blocks, mode="active", module=block_pool, caching=True, events=False, **env):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPUTECACHE_MODE", mode)
+        patch.setenv("COMPUTECACHE_LOG_EVERY", "0")
+        patch.delenv("COMPUTECACHE_METRICS_PORT", raising=False)
+        for name, value in env.items():
+            patch.setenv(f"COMPUTECACHE_{name.upper()}", str(value))
+        return module.BlockPool(
+            num_blocks,
+            enable_caching=caching,
+            hash_block_size=BLOCK_SIZE,
+            enable_kv_cache_events=events,
+        )
+
+
+def unpatched():
+    """vLLM's module without the hooks, from the bytes that the installer reverts to."""
+    path = Path(block_pool.__file__)
+    spec = importlib.util.spec_from_loader("unpatched_block_pool", loader=None)
+    module = importlib.util.module_from_spec(spec)
+    exec(compile(installer.undo(path.read_bytes()), str(path), "exec"), module.__dict__)
+    return module
+
+
+class Client:
+    """Requests as vLLM's cache manager makes them: hit, touch, get, cache, free tail first."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def hashes(self, name, count):
+        return [hashlib.sha256(f"{name}/{depth}".encode()).digest() for depth in range(count)]
+
+    def hit(self, name, count):
+        """Blocks of the longest cached prefix."""
+        found = []
+        for block_hash in self.hashes(name, count):
+            blocks = self.pool.get_cached_block(block_hash, [0])
+            if blocks is None:
+                break
+            found.append(blocks[0])
+        return found
+
+    def start(self, name, count):
+        blocks = self.hit(name, count)
+        cached = len(blocks)
+        self.pool.touch(blocks)
+        blocks = blocks + self.pool.get_new_blocks(count - cached)
+        # What cache_full_blocks and its KV event read of a request.
+        request = SimpleNamespace(
+            block_hashes=self.hashes(name, count),
+            all_token_ids=[0] * count * BLOCK_SIZE,
+            lora_request=None,
+            mm_features=[],
+            cache_salt=None,
+            prompt_embeds=None,
+            session_id=None,
+            num_tokens=count * BLOCK_SIZE,
+        )
+        self.pool.cache_full_blocks(request, blocks, cached, count, BLOCK_SIZE, 0)
+        return blocks
+
+    def finish(self, blocks):
+        self.pool.free_blocks(reversed(blocks))
+
+    def run(self, name, count):
+        self.finish(self.start(name, count))
+
+
+def free_blocks(pool):
+    """The free queue front to tail, both directions and its length checked."""
+    queue = pool.free_block_queue
+    found, previous = [], queue.fake_free_list_head
+    block = previous.next_free_block
+    while block is not queue.fake_free_list_tail:
+        assert block.prev_free_block is previous
+        found.append(block)
+        previous, block = block, block.next_free_block
+    assert queue.fake_free_list_tail.prev_free_block is previous
+    assert len(found) == queue.num_free_blocks
+    return found
+
+
+def check(pool):
+    """Every invariant of the pool and of the policy's lists in its queue."""
+    free = free_blocks(pool)
+    free_ids = {block.block_id for block in free}
+    assert len(free_ids) == len(free)
+    for block in pool.blocks:
+        if not block.is_null:
+            assert (block.block_id in free_ids) == (block.ref_cnt == 0)
+    policy = pool.computecache
+    assert policy.fallbacks == 0
+    if policy._queue is None:
+        return
+    places = [policy._words[block.block_id] & policy_module.PLACE_MASK for block in free]
+    for block in pool.blocks:
+        if block.ref_cnt:
+            assert not policy._words[block.block_id] & policy_module.PLACE_MASK
+    # Blocks prepended since the last decision, the lists in their order, unsorted ones.
+    start = next((i for i, place in enumerate(places) if place), len(places))
+    stop = max((i + 1 for i, place in enumerate(places) if place), default=start)
+    listed = places[start:stop]
+    assert listed == sorted(listed)
+    assert 0 not in listed
+    end = policy._ends[0]
+    for place in range(1, policy_module.PLACES + 1):
+        assert listed.count(place) == policy._counts[place]
+        if place in listed:
+            end = free[start + max(i for i, other in enumerate(listed) if other == place)]
+        assert policy._ends[place] is end
+
+
+HOT_CASES = [
+    (hot, flood, scan)
+    for hot in (8, 20, 40, 55)
+    for flood in (10, 20, 40, 60)
+    for scan in (16, 32, 64)
+]
+
+
+def kept_after_flood(pool, hot, flood, prompts=20):
+    client = Client(pool)
+    client.run("hot", hot)
+    client.run("hot", hot)
+    for number in range(prompts):
+        client.run(f"flood {number}", flood)
+    return len(client.hit("hot", hot))
+
+
+@pytest.mark.parametrize(("hot", "flood", "scan_limit"), HOT_CASES)
+def test_a_flood_leaves_the_hot_prefix(hot, flood, scan_limit):
+    kept = kept_after_flood(make_pool(128, scan_limit=scan_limit), hot, flood)
+    assert kept >= kept_after_flood(make_pool(128, "lru"), hot, flood)
+    if scan_limit > hot and hot + flood + 1 <= 128:
+        assert kept == hot
+
+
+def test_losing_k_of_20_hot_blocks_leaves_20_minus_k_usable():
+    for lost in range(21):
+        pool = make_pool(64)
+        client = Client(pool)
+        client.run("hot", 20)
+        client.run("hot", 20)
+        pool.get_new_blocks(63 - 20 + lost)
+        assert len(client.hit("hot", 20)) == 20 - lost
+
+
+def random_run(pool, steps, seed, events=None):
+    """A long run of every operation; a trace of what the pool did, block by block."""
+    rng = random.Random(seed)
+    client = Client(pool)
+    running, log = [], []
+    for step in range(steps):
+        choice = rng.random()
+        if choice < 0.5:
+            name = rng.choice(("a", "b", "c", f"once {step}"))
+            count = rng.randrange(1, 14)
+            if count <= pool.get_num_free_blocks():
+                running.append(client.start(name, count))
+                log.append([block.block_id for block in running[-1]])
+        elif choice < 0.9 and running:
+            client.finish(running.pop(rng.randrange(len(running))))
+        elif choice < 0.93 and running:
+            blocks = running.pop(rng.randrange(len(running)))
+            pool.unpin_blocks(blocks[::-1], lambda block: log.append(block.block_id))
+        elif choice < 0.96:
+            pool.evict_blocks({rng.randrange(1, pool.num_gpu_blocks)})
+        elif choice < 0.97 and not running:
+            log.append(pool.reset_prefix_cache())
+        log.append([block.block_id for block in free_blocks(pool)])
+        log.append([(block.ref_cnt, block.block_hash) for block in pool.blocks])
+        if events is not None:
+            events.append(pool.take_events())
+    return log
+
+
+def test_lru_mode_is_bit_identical_to_unpatched():
+    theirs, ours = [], []
+    expected = random_run(make_pool(60, module=unpatched(), events=True), 3000, 7, theirs)
+    assert random_run(make_pool(60, "lru", events=True), 3000, 7, ours) == expected
+    assert [repr(event) for event in ours] == [repr(event) for event in theirs]
+
+
+@pytest.mark.parametrize("scan_limit", [2, 16, 64])
+def test_invariants_hold_after_every_step_of_a_random_run(scan_limit):
+    rng = random.Random(scan_limit)
+    pool = make_pool(60, scan_limit=scan_limit)
+    client = Client(pool)
+    running = []
+    for step in range(2000):
+        if rng.random() < 0.55:
+            count = rng.randrange(1, 16)
+            if count <= pool.get_num_free_blocks():
+                running.append(client.start(rng.choice(("a", "b", f"once {step}")), count))
+        elif running:
+            client.finish(running.pop(rng.randrange(len(running))))
+        check(pool)
+    assert pool.computecache.decisions > 300
+    assert pool.computecache.reordered_decisions > 20
+
+
+def test_kv_events_remove_a_child_before_its_parent():
+    pool = make_pool(40, events=True)
+    client = Client(pool)
+    rng = random.Random(1)
+    depth_of, alive = {}, {}
+    for step in range(400):
+        name, count = rng.choice(("a", "b", "c", f"once {step}")), rng.randrange(1, 12)
+        for depth, block_hash in enumerate(client.hashes(name, count)):
+            depth_of[maybe_convert_block_hash(block_hash)] = (name, depth)
+        client.run(name, count)
+        for event in pool.take_events():
+            if isinstance(event, BlockRemoved):
+                name, depth = depth_of[event.block_hashes[0]]
+                assert max(alive[name]) == depth, "a cached child was left behind"
+                alive[name].discard(depth)
+            else:
+                for block_hash in event.block_hashes:
+                    name, depth = depth_of[block_hash]
+                    alive.setdefault(name, set()).add(depth)
+    assert pool.computecache.counters.victims_reused > 0
+
+
+def test_watched_blocks_go_last_and_tell_their_watcher():
+    pool = make_pool(30)
+    client = Client(pool)
+    blocks, told = client.start("watched", 8), []
+    pool.unpin_blocks(blocks[::-1], told.append)
+    client.run("hot", 10)
+    client.run("hot", 10)
+    client.run("once", 11)
+    pool.get_new_blocks(21)
+    assert told == []
+    check(pool)
+    pool.get_new_blocks(8)
+    assert sorted(block.block_id for block in told) == sorted(b.block_id for b in blocks)
+    assert pool.computecache.counters.victims_protected == 8
+
+
+def test_a_pinned_block_is_never_given_out():
+    pool = make_pool(30)
+    client = Client(pool)
+    client.run("hot", 8)
+    pinned = client.hit("hot", 8)
+    pool.touch(pinned)
+    given = pool.get_new_blocks(21)
+    assert not {b.block_id for b in given} & {b.block_id for b in pinned}
+    with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
+        pool.get_new_blocks(1)
+
+
+def test_reset_forgets_reuse_and_the_lists():
+    pool = make_pool(30, events=True)
+    client = Client(pool)
+    client.run("hot", 8)
+    client.run("hot", 8)
+    client.run("once", 15)
+    assert pool.reset_prefix_cache()
+    assert isinstance(pool.take_events()[-1], AllBlocksCleared)
+    check(pool)
+    before = free_blocks(pool)
+    assert pool.get_new_blocks(8) == before[:8]
+    check(pool)
+
+
+def test_with_caching_off_the_policy_stays_away():
+    pool, plain = make_pool(30, caching=False), make_pool(30, "lru", caching=False)
+    for count in (3, 5, 7):
+        ours, theirs = pool.get_new_blocks(count), plain.get_new_blocks(count)
+        assert [b.block_id for b in ours] == [b.block_id for b in theirs]
+        pool.free_blocks(ours)
+        plain.free_blocks(theirs)
+    assert pool.computecache.decisions == 0
+
+
+def test_a_failure_in_the_policy_does_not_stop_the_pool(monkeypatch, caplog):
+    pool = make_pool(30)
+    client = Client(pool)
+    client.run("hot", 8)
+    client.run("hot", 8)
+
+    def fail(*_):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(type(pool.computecache), "_choose", fail)
+    before = free_blocks(pool)
+    assert pool.get_new_blocks(4) == before[:4]
+    assert pool.computecache.fallbacks == 1
+    assert len(free_blocks(pool)) == len(before) - 4
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of allocate, touch, free, unpin, invalidate and reset."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = make_pool(24, scan_limit=5)
+        self.client = Client(self.pool)
+        self.running = []
+        self.serial = 0
+
+    @rule(name=st.sampled_from("abcd"), count=st.integers(1, 9), once=st.booleans())
+    def start(self, name, count, once):
+        self.serial += 1
+        if count <= self.pool.get_num_free_blocks():
+            self.running.append(self.client.start(f"{name}{self.serial if once else ''}", count))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.client.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def unpin(self, data):
+        blocks = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.pool.unpin_blocks(blocks[::-1], lambda block: None)
+
+    @rule(name=st.sampled_from("abcd"), keep=st.booleans())
+    def pin(self, name, keep):
+        blocks = self.client.hit(name, 9)
+        self.pool.touch(blocks)
+        if keep:
+            self.running.append(blocks)
+        else:
+            self.client.finish(blocks)
+
+    @precondition(lambda self: self.running and self.pool.get_num_free_blocks())
+    @rule()
+    def decode(self):
+        self.running[-1] = self.running[-1] + self.pool.get_new_blocks(1)
+
+    @rule(block_id=st.integers(1, 23))
+    def invalidate(self, block_id):
+        self.pool.evict_blocks({block_id})
+
+    @rule()
+    def reset(self):
+        self.pool.reset_prefix_cache()
+
+    @invariant()
+    def pool_is_sound(self):
+        check(self.pool)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
