@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evaluated policy as Markdown tables, and the section of a document they replace."""
 
-BEGIN = "<!-- begin generated: policy -->"
-END = "<!-- end generated: policy -->"
 
-
-def replace_section(document: str, body: str) -> str:
-    """``document`` with ``body`` between its two markers.
+def replace_section(document: str, body: str, name: str = "policy") -> str:
+    """``document`` with ``body`` between the markers of the generated section ``name``.
 
     Raises ValueError unless both markers are there once, in order.
     """
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"the document needs one line {BEGIN!r} and one line {END!r}")
-    head, rest = document.split(BEGIN)
-    if END not in rest:
-        raise ValueError(f"{END!r} stands before {BEGIN!r}")
-    return f"{head}{BEGIN}\n{body}{END}{rest.split(END)[1]}"
+    begin, end = (f"<!-- {side} generated: {name} -->" for side in ("begin", "end"))
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ValueError(f"the document needs one line {begin!r} and one line {end!r}")
+    head, rest = document.split(begin)
+    if end not in rest:
+        raise ValueError(f"{end!r} stands before {begin!r}")
+    return f"{head}{begin}\n{body}{end}{rest.split(end)[1]}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

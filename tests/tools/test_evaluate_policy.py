@@ -5,8 +5,10 @@ import evaluate_policy
 import make_trace
 import pytest
 import scenarios
-from policy_report import BEGIN, END, replace_section
+from policy_report import replace_section
 from replay_trace import make_pool
+
+BEGIN, END = "<!-- begin generated: policy -->", "<!-- end generated: policy -->"
 
 
 class Hoarder:

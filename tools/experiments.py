@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Ideas that were tried on the policy, each a small edit of it, measured against LRU.
+
+Every experiment replays the same traces through the real BlockPool with a copy of the
+policy in which its edit was made. Writes docs/results/experiments.json and the table in
+docs/experiments.md. Exit status 0; 2: an edit no longer fits or a replay failed.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import make_trace
+from policy_report import replace_section
+from traces import replace_file
+
+ROOT = Path(__file__).resolve().parents[1]
+POLICY = ROOT / "vllm/v1/core/computecache_policy.py"
+RECORDED = ("mooncake_conversation.jsonl", "mooncake_synthetic.jsonl")
+GENERATED = ("flood", "drift", "chat", "agents")
+CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    what: str
+    predicted: str
+    kept: bool
+    edits: dict[str, str] = field(default_factory=dict)  # text in the policy: its replacement
+
+
+EXPERIMENTS = (
+    Experiment("the policy as it is", "-", True),
+    Experiment(
+        "never demote: lists only",
+        "small caches lose what they gain by admitting less",
+        False,
+        {"if worth < self._eviction_cost():": "if False:"},
+    ),
+    Experiment(
+        "no request is let through when its kind is demoted",
+        "better on floods, worse where the estimate is wrong",
+        False,
+        {"and stamp % LET_THROUGH:": ":"},
+    ),
+    Experiment(
+        "no guard",
+        "no difference where the model is right, a loss on mooncake_synthetic",
+        False,
+        {"if self._compared > GUARD_LEAST and": "if False and"},
+    ),
+    Experiment(
+        "a guard that trips at half the loss",
+        "worst cell nearer to LRU at a small price",
+        False,
+        {
+            "0.999, 1.5, 0.02, 128": "0.999, 1.5, 0.01, 128",
+        },
+    ),
+    Experiment(
+        "measure from the first reuse on, no fixed order at first",
+        "little: the first hits come fast",
+        False,
+        {"MIN_REUSE_EVENTS = 32": "MIN_REUSE_EVENTS = 1"},
+    ),
+    Experiment(
+        "pull each kind twice as hard to the mean of all",
+        "closer to LRU everywhere",
+        False,
+        {"SHRINKAGE = 512.0": "SHRINKAGE = 1024.0"},
+    ),
+    Experiment(
+        "no pull to the mean",
+        "faster to learn, noise on short traces",
+        False,
+        {"SHRINKAGE = 512.0": "SHRINKAGE = 1.0"},
+    ),
+    Experiment(
+        "follow four times as many hashes in large pools",
+        "steadier estimates",
+        False,
+        {"MAX_SAMPLE_RATE = 64": "MAX_SAMPLE_RATE = 16"},
+    ),
+    Experiment(
+        "one kind for all never reused blocks",
+        "loses what the prefix of a request tells about its tail",
+        False,
+        {"kind = CONTINUING if self._hit_since_decision else COLD": "kind = COLD"},
+    ),
+    Experiment(
+        "always the static order: never reused, then reused",
+        "good on floods, far below LRU where one-use blocks come back",
+        False,
+        {"MIN_REUSE_EVENTS = 32": "MIN_REUSE_EVENTS = 10**9"},
+    ),
+)
+
+
+def variant(experiment: Experiment) -> str:
+    """The policy's source with the experiment's edits; each text must be there once."""
+    source = POLICY.read_text()
+    for old, new in experiment.edits.items():
+        if source.count(old) != 1:
+            raise ValueError(f"{experiment.what}: {old!r} is {source.count(old)} times in {POLICY}")
+        source = source.replace(old, new)
+    return source
+
+
+def run(experiment: Experiment, traces: list[Path], scan_limit: int, folder: Path) -> dict:
+    policy, result = folder / "policy.py", folder / "result.json"
+    policy.write_text(variant(experiment))
+    command = [sys.executable, str(ROOT / "tools/replay_trace.py"), *map(str, traces)]
+    command += ["--capacity", CAPACITIES, "--mode", "lru,active"]
+    command += ["--scan-limit", str(scan_limit), "--policy", str(policy), "--json", str(result)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    cells = json.loads(result.read_text())
+    cells = cells["cells"] if isinstance(cells, dict) else cells
+    ratio = {
+        (cell["trace"], cell["capacity_blocks"], cell["mode"]): cell["hit_blocks"]
+        / cell["referenced_blocks"]
+        for cell in cells
+    }
+    points: dict[str, list[float]] = {}
+    for (trace, capacity, mode), value in ratio.items():
+        if mode == "active":
+            points.setdefault(trace, []).append(100 * (value - ratio[trace, capacity, "lru"]))
+    return {**asdict(experiment), "scan_limit": scan_limit, "points_over_lru": points}
+
+
+def table(rows: list[dict]) -> str:
+    names = list(rows[0]["points_over_lru"])
+    lines = [
+        "Generated by `tools/experiments.py` from `docs/results/experiments.json`: points of hit",
+        f"ratio over LRU, mean (and worst) of caches of {CAPACITIES.replace(',', ', ')} of each",
+        f"trace's unique blocks, scan limit {rows[0]['scan_limit']}.",
+        "",
+        "| what | predicted | " + " | ".join(names) + " | mean | worst | kept |",
+        "| --- | --- |" + " ---: |" * (len(names) + 2) + " --- |",
+    ]
+    for row in rows:
+        points = row["points_over_lru"]
+        cells = [f"{statistics.fmean(points[n]):+.2f} ({min(points[n]):+.2f})" for n in names]
+        every = [value for values in points.values() for value in values]
+        cells += [f"{statistics.fmean(every):+.2f}", f"{min(every):+.2f}"]
+        kept = "yes" if row["kept"] else "no"
+        lines.append(f"| {row['what']} | {row['predicted']} | {' | '.join(cells)} | {kept} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces-dir", type=Path, default=ROOT.parent / "shared/traces")
+    parser.add_argument("--scan-limit", type=int, default=64)
+    arguments = parser.parse_args(argv)
+    rows = []
+    try:
+        for experiment in EXPERIMENTS:
+            variant(experiment)  # every edit fits, before the first minute is spent
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            traces = [arguments.traces_dir / name for name in RECORDED]
+            for kind in GENERATED:
+                traces.append(folder / f"{kind}.jsonl")
+                made = make_trace.make_trace(kind, 1, make_trace.REQUESTS)
+                traces[-1].write_bytes(make_trace.to_jsonl(made))
+            for experiment in EXPERIMENTS:
+                print(experiment.what, file=sys.stderr)
+                rows.append(run(experiment, traces, arguments.scan_limit, folder))
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"experiments: {error}", file=sys.stderr)
+        return 2
+    page = ROOT / "docs/experiments.md"
+    replace_file(
+        ROOT / "docs/results/experiments.json", json.dumps(rows, indent=1).encode() + b"\n"
+    )
+    replace_file(
+        page, replace_section(page.read_text(), table(rows) + "\n", "experiments").encode()
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
