@@ -42,7 +42,7 @@ class Sizes:
     drill_flood_tokens: tuple[int, ...] = (160, 320, 600, 900)
     drill_floods: int = 20
     drill_step: int = 5
-    drill_seeds: int = 3
+    drill_seeds: int = 2
 
     mid_blocks: int = 4096
     mid_names: tuple[str, ...] = ("unpatched", "lru", "active16", "active32", "active64")
@@ -89,7 +89,7 @@ class Sizes:
 
     planned_s: tuple[tuple[str, float], ...] = (
         ("smoke", 240),
-        ("drill", 100),
+        ("drill", 120),
         ("long", 60),
         ("ttft", 560),
         ("cost", 110),
