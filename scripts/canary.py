@@ -110,6 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     except EXPECTED_ERRORS as error:
         say(f"canary: {error}")
         return 2
+    except KeyboardInterrupt:
+        say("canary: interrupted before the first visit")
+        return 2
 
 
 if __name__ == "__main__":

@@ -124,16 +124,14 @@ class Drill:
         """
         if self.interrupted:
             verdict.add("interrupted", UNKNOWN, self.interrupted)
-        mode = "lru"
+        mode, left = "active", "promoted: the stack runs with COMPUTECACHE_MODE=active"
         try:
             if promote and verdict.exit_code == 0:
                 self.target.promote()
-                mode, left = "active", "promoted: the stack runs with COMPUTECACHE_MODE=active"
             else:
-                left = self.target.leave_in_lru()
+                mode, left = "lru", self.target.leave_in_lru()
         except (TargetError, EnvFileError) as error:
-            verdict.add("left_in_lru", FAIL, f"lru could not be restored: {error}")
-            mode, left = "unknown", f"NOT RESTORED, see docs/canary.md: {error}"
+            mode, left = self._restore_after(error, verdict, mode)
         return {
             "started_at": self.started_at,
             "finished_at": now(),
@@ -141,6 +139,17 @@ class Drill:
             "final_mode": mode,
             "left": left,
         }
+
+    def _restore_after(self, error: Exception, verdict: Verdict, mode: str) -> tuple[str, str]:
+        """Go back to lru after a failed promotion, or say that lru could not be restored."""
+        if mode == "active":
+            verdict.add("promote", FAIL, f"the promotion failed: {error}")
+            try:
+                return "lru", self.target.leave_in_lru()
+            except (TargetError, EnvFileError) as second:
+                error = second
+        verdict.add("left_in_lru", FAIL, f"lru could not be restored: {error}")
+        return "unknown", f"NOT RESTORED, see docs/canary.md: {error}"
 
     def close(self, left: dict, outcome: str) -> None:
         """Note the end. Without lru restored, the next drill begins by trying that again."""
@@ -239,7 +248,8 @@ def signals_as_interruption() -> Iterator[None]:
 def ignore_signals() -> None:
     """Let the way back to lru, which is short, finish whatever arrives."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        # Not SIG_IGN: a command that the way back starts would inherit that.
+        signal.signal(number, lambda number, frame: None)
 
 
 def limits(options: argparse.Namespace) -> Limits:

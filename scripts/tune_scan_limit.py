@@ -157,6 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     except EXPECTED_ERRORS as error:
         say(f"tune_scan_limit: {error}")
         return 2
+    except KeyboardInterrupt:
+        say("tune_scan_limit: interrupted before the first visit")
+        return 2
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def _gates(visits: list[dict], baselines: list[dict], candidates: list[dict]) ->
     """Return the checks without which the numbers mean nothing; the last only if the rest pass."""
     gates = [_requests(baselines, candidates)]
     if any(visit["report"] for visit in visits):
-        gates += [_modes(visits), _counters(visits)]
+        gates += [_modes(visits), _counters(visits), _installation(visits)]
     return [*gates, _pressure(baselines)] if _all_pass(gates) else gates
 
 
@@ -181,6 +181,14 @@ def _modes(visits: list[dict]) -> dict:
         return _check("mode", UNKNOWN, "; ".join(wrong))
     asked = " and ".join(dict.fromkeys(v["mode_asked"] for v in visits))
     return _check("mode", PASS, f"the servers report {asked} as asked")
+
+
+def _installation(visits: list[dict]) -> dict:
+    identities = [visit.get("identity", {}) for visit in visits]
+    seen = [identity["installation"] for identity in identities if "installation" in identity]
+    if any(one != seen[0] for one in seen):
+        return _check("installation", UNKNOWN, "the installed files changed during the run")
+    return _check("installation", PASS, "every visit ran the same installation")
 
 
 def _counters(visits: list[dict]) -> dict:

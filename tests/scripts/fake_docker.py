@@ -39,7 +39,11 @@ def up(folder):
     with (folder / "docker.log").open("a") as log:
         log.write(f"up {mode}\n")
     stop(folder)
-    if (folder / "broken").exists():
+    number = len((folder / "docker.log").read_text().splitlines())
+    broken_at = folder / "broken_at"
+    if (folder / "broken").exists() or (
+        broken_at.exists() and int(broken_at.read_text()) == number
+    ):
         print("dependency failed to start: container vllm is unhealthy", file=sys.stderr)
         return 1
     options = (folder / "fake_options").read_text().split()

@@ -37,6 +37,16 @@ def test_promote_leaves_active_after_accept_only(stack):
     assert stack.record("release.json")["final_mode"] == "active"
 
 
+def test_a_failed_promotion_goes_back_to_lru(stack):
+    (stack.folder / "broken_at").write_text("4")  # after lru, active, lru: the promotion
+    assert stack.run("--promote") == 1, stack.output
+    record = stack.record()
+    assert "the promotion failed" in record["reasons"][0]
+    assert record["final_mode"] == "lru"
+    assert stack.ups()[-2:] == ["up active", "up lru"]
+    assert stack.env_file.read_bytes() == stack.before
+
+
 def test_promote_after_reject_leaves_lru(stack):
     stack.fake_options("--fail-at 40", "active")
     assert stack.run("--promote") == 1, stack.output

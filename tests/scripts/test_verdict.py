@@ -144,6 +144,15 @@ def test_counters_that_disagree_decide_nothing():
     assert outcome(visits) == (INCONCLUSIVE, ["counters"])
 
 
+def test_files_installed_between_the_visits_decide_nothing():
+    visits = good_canary()
+    for visit in visits:
+        visit["identity"] = {"installation": {"computecache_policy.py": "one"}}
+    assert outcome(visits) == (ACCEPT, [])
+    visits[2]["identity"] = {"installation": {"computecache_policy.py": "another"}}
+    assert outcome(visits) == (INCONCLUSIVE, ["installation"])
+
+
 def test_too_few_repetitions_decide_nothing():
     assert outcome(good_canary(), min_samples=7) == (INCONCLUSIVE, ["samples"])
 
