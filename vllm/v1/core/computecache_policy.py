@@ -177,7 +177,7 @@ class ReuseModel:
         self.settings = settings
         self.num_blocks = num_blocks
         self.unit = max(1, num_blocks // UNITS_PER_POOL)  # blocks per clock unit
-        rate = 1
+        rate = 1 if num_blocks < 4 * SAMPLED_POOL else 8
         while rate < MAX_SAMPLE_RATE and rate * SAMPLED_POOL < num_blocks:
             rate *= 2
         self.rate = rate
@@ -233,23 +233,24 @@ class ReuseModel:
 
         None: it was in use, which says nothing about the worth of keeping free blocks.
         """
-        slot = (tag >> 6) % len(self._tags)  # the low 6 bits choose the sample
-        known = self._tags[slot]
-        if known:
-            before, was = self._stamps[slot], self._kinds[slot]
-            cohort = before // self._cohort_units
-            self._live[was][cohort % COHORTS if cohort > self._forgotten else COHORTS] -= 1
-            age = stamp - before if stamp > before else 0
-            if known != tag:
-                self._lost[was][age_bin(age)] += 1
-            elif hit is not None:
-                self._hits[was][age_bin(age)] += 1
-                self._compare(age <= self.lru_horizon, hit)
-        self._tags[slot] = tag
-        self._stamps[slot] = stamp
-        self._kinds[slot] = kind
-        cohort = stamp // self._cohort_units
-        self._live[kind][cohort % COHORTS if cohort > self._forgotten else COHORTS] += 1
+        tags, stamps, kinds, live = self._tags, self._stamps, self._kinds, self._live
+        slot = (tag >> 6) % len(tags)  # the low 6 bits choose the sample
+        known, before, was = tags[slot], stamps[slot], kinds[slot]
+        units, forgotten = self._cohort_units, self._forgotten
+        tags[slot], stamps[slot], kinds[slot] = tag, stamp, kind
+        cohort = stamp // units
+        live[kind][cohort % COHORTS if cohort > forgotten else COHORTS] += 1
+        if not known:
+            return
+        cohort = before // units
+        live[was][cohort % COHORTS if cohort > forgotten else COHORTS] -= 1
+        age = stamp - before if stamp > before else 0
+        number = min((age * age).bit_length(), BINS - 1)
+        if known != tag:
+            self._lost[was][number] += 1
+        elif hit is not None:
+            self._hits[was][number] += 1
+            self._compare(age <= self.lru_horizon, hit)
 
     def _compare(self, lru_hit: bool, hit: bool) -> None:
         self._lead = self._lead * GUARD_DECAY + lru_hit - hit
@@ -353,7 +354,6 @@ def _gittins(hazards: list[float]) -> list[float]:
 # A block's word: stamp << 6 | kind << 4 | observed << 3 | place. The stamp is the clock
 # unit of the last use and, once the block is sorted, that of its sorting.
 PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 6
-STAMP_MASK = -1 << STAMP_SHIFT
 # Places in queue order, each a run of neighbours; 0 is the rest: in use or not sorted yet.
 SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
@@ -647,10 +647,11 @@ class ComputeCachePolicy:
         if block is tail or not budget:
             return 0
         words, protected, model = self._words, self._protected, self.model
-        mask, stamp = model.mask, model.now << STAMP_SHIFT
+        mask = model.mask
+        sorted_now = model.now << STAMP_SHIFT | OBSERVED
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
-        looked = start = demoted = run_place = key_place = 0
-        key = -1
+        looked = start = demoted = unobserved = run_place = 0
+        last_word = -1
         first = last = None
         while looked < budget and block is not tail:
             following = block.next_free_block
@@ -658,26 +659,27 @@ class ComputeCachePolicy:
                 raise QueueError(f"block {block.block_id} is in use or not linked")
             block_id = block.block_id
             word = words[block_id]
+            if word != last_word:  # else the same as for the block before
+                last_word = word
+                fresh = not word & OBSERVED
+                kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
+                hashed_place = self._place(kind, used)
+                demotes = hashed_place == SPENT
+                sorted_word = sorted_now | kind << KIND_SHIFT
+            unobserved += fresh
             block_hash = block.block_hash
             if block_hash is None:
                 place = SPENT
             else:
-                if word >> KIND_SHIFT != key:
-                    key = word >> KIND_SHIFT
-                    key_place = self._place(key & KIND_MASK, word >> STAMP_SHIFT)
-                place = key_place
-                if place == SPENT:
-                    demoted += 1
-            if not word & OBSERVED:
-                word |= OBSERVED
-                model.unobserved -= 1
-                if block_hash is not None:
-                    tag = _tag(block_hash)
+                place = hashed_place
+                demoted += demotes
+                if fresh:
+                    tag = crc32(block_hash) if type(block_hash) is bytes else _tag(block_hash)
                     if not tag & mask:
-                        model.observe(tag, key & KIND_MASK, word >> STAMP_SHIFT, False)
+                        model.observe(tag, kind, used, False)
             if protected and block_id in protected:
                 place = PROTECTED
-            words[block_id] = stamp | word & ~STAMP_MASK | place
+            words[block_id] = sorted_word | place
             if place != run_place:
                 if run_place:
                     runs.append((first, last, looked - start, run_place))
@@ -688,6 +690,7 @@ class ComputeCachePolicy:
         runs.append((first, last, looked - start, run_place))
         for run in runs:
             self._move(*run)
+        model.unobserved -= unobserved
         self.counters.demoted_blocks += demoted
         return looked
 
