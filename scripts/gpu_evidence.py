@@ -141,7 +141,6 @@ def machine() -> dict:
     return {
         "gpus": gpus,
         "cpus": os.cpu_count(),
-        "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": versions,
     }

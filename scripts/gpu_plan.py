@@ -84,7 +84,7 @@ class Sizes:
     extra_rate: float = 0.8
     load_s: tuple[float, ...] = (18.0, 12.0, 12.0)
     ttft_rounds: int = 3
-    ttft_repeats: int = 8
+    ttft_repeats: int = 2
     limit_hits: int = 10
 
     planned_s: tuple[tuple[str, float], ...] = (

@@ -157,14 +157,14 @@ class Fleet:
                 started = self._started.setdefault(key, time.monotonic())
                 if healthy(one.base_url):
                     one.ready_s = round(time.monotonic() - started, 1)
-                    self.history.append({**asdict(one), "facts": one.facts()})
+                    self._note(one, facts=one.facts())
                     say(f"{key} ready after {one.ready_s} s")
                 elif not alive(one.pid) or time.monotonic() > started + READY_TIMEOUT_S:
                     tail = "\n".join(one.log_lines()[-40:])
                     self.drop(key)
                     if key not in retried and one.execution < EAGER:
                         say(f"{key} did not start, again with {EXECUTION[one.execution + 1]}")
-                        self.history.append({**asdict(one), "died": tail})
+                        self._note(one, died=tail)
                         retried.add(key)
                         self._launch(spec, one.execution + 1)
                         continue
@@ -192,6 +192,10 @@ class Fleet:
             stop_group(one.pid, 1)
             reap(one.pid)
         self.save()
+
+    def _note(self, one: Running, **more: object) -> None:
+        seen = {"key": one.key, "execution": EXECUTION[one.execution], "ready_s": one.ready_s}
+        self.history.append({**seen, **more})
 
     def _launch(self, spec: Spec, execution: int) -> None:
         used = {one.port for one in self.running.values()}
