@@ -164,6 +164,7 @@ async def _measure(site, options: argparse.Namespace, found: dict) -> None:
         elif result.request.kind == "hot_replay":
             say(f"    hot replay: {result.cached_tokens} cached, {result.ttft_ms:.1f} ms")
 
+    asyncio.get_running_loop().set_exception_handler(_leave_out_interruption)
     key = read_api_key(options.project / ".env")
     timeout_s = options.request_timeout
     async with Client(
@@ -171,6 +172,12 @@ async def _measure(site, options: argparse.Namespace, found: dict) -> None:
     ) as client:
         found["vllm"] = await client.version()
         found["report"] = await press(client, options, site.policy, progress)
+
+
+def _leave_out_interruption(loop: asyncio.AbstractEventLoop, context: dict) -> None:
+    # A signal that arrives inside a request is raised there and, once more, out of the loop.
+    if not isinstance(context.get("exception"), Interrupted):
+        loop.default_exception_handler(context)
 
 
 def healthy(visit: dict) -> bool:
