@@ -159,6 +159,26 @@ def test_a_flood_leaves_the_hot_prefix(hot, flood, scan_limit):
         assert kept == hot
 
 
+@pytest.mark.parametrize("prefixes", [1, 2, 4])
+def test_a_hot_set_that_is_used_between_floods_is_kept(prefixes):
+    """Each use frees the whole prefix again but allocates little that pays for sorting it."""
+    pool = make_pool(2625)
+    client = Client(pool)
+    hot = 2048 // prefixes
+    for _ in range(3):
+        for number in range(prefixes):
+            client.run(f"hot {number}", hot)
+            pool.free_blocks(pool.get_new_blocks(4))
+    for day in range(3):
+        for number in range(6):
+            client.run(f"flood {day} {number}", 256)
+        for number in range(prefixes):
+            assert len(client.hit(f"hot {number}", hot)) == hot
+            client.run(f"hot {number}", hot)
+            pool.free_blocks(pool.get_new_blocks(4))
+        check(pool)
+
+
 def test_losing_k_of_20_hot_blocks_leaves_20_minus_k_usable():
     for lost in range(21):
         pool = make_pool(64)

@@ -99,7 +99,7 @@ class Counters:
     decisions: int = 0  # calls with at least one victim to choose
     reordered_decisions: int = 0  # decisions that moved a victim to the front
     inspected_blocks: int = 0  # blocks looked at to make the decisions
-    sorted_blocks: int = 0  # freed blocks sorted besides, at most one for each eviction
+    sorted_blocks: int = 0  # freed blocks sorted besides, at most one for each block taken
     demoted_blocks: int = 0  # never reused blocks put first in line when they were sorted
     fallbacks: int = 0  # decisions left to plain queue order by a failure
     victims_unhashed: int = 0
@@ -358,6 +358,7 @@ PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 6
 SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
 LET_THROUGH = 8  # one in this many never reused requests is not demoted
+SAVED_SCANS = 32  # scan limits' worth of blocks that are sorted late, at most, at a time
 SHARED_UNITS = 8  # a touch of a block in use is reuse if its last use is this old
 
 
@@ -382,8 +383,9 @@ class ComputeCachePolicy:
     A never reused block is demoted when it is sorted, if keeping it promises less than
     the block that would be evicted instead; one request in eight is let through.
 
-    Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most, and each
-    evicted block pays for sorting one freed block (`sorted_blocks`). Moving a run of
+    Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most. Besides,
+    each block that a request takes, new or from the cache, pays for sorting one freed
+    block when the blocks are handed out (`sorted_blocks`), so sorting keeps up. Moving a run of
     blocks is one splice. Nothing is proportional to the pool; once per pool's worth of
     allocations the model is refitted, about 0.5 ms. Memory: 8 bytes a block, and the model.
 
@@ -462,7 +464,9 @@ class ComputeCachePolicy:
         self._ends: list[Any] = []  # last block up to the end of each place; [0] is the head
         self._queue: Any = None
         self._protected: Container[int] = ()
-        self._owed = 0
+        self._owed = 0  # freed blocks to sort when the decision's blocks are handed out
+        self._saved = 0  # blocks taken that have not paid yet
+        self._taken_back = 0  # blocks touched in the free queue since the last decision
 
     # -- what BlockPool tells ---------------------------------------------------------
 
@@ -502,6 +506,7 @@ class ComputeCachePolicy:
                         before = head  # only blocks prepended since the last decision
                     self._set_end(place, block, before)
             self._clock += 1
+            self._taken_back += 1
             if model.now - stamp > model.lru_horizon:
                 self.counters.protected_hits += 1
         self._reuse_since_decision = True
@@ -527,10 +532,15 @@ class ComputeCachePolicy:
                 self.counters.victims_unhashed += 1
 
     def _pay(self) -> None:
-        """Sort as many freed blocks as the decision took: each eviction pays for one."""
+        """Sort a freed block for each one that the request took, new or from the cache.
+
+        What finds nothing to sort is saved: the blocks that it took are freed later.
+        """
         owed, self._owed = self._owed, 0
         try:
-            self.counters.sorted_blocks += self._sort(owed)
+            done = self._sort(owed + min(self._saved, SAVED_SCANS * self.settings.scan_limit))
+            self._saved = min(self._saved + owed - done, self.num_blocks)
+            self.counters.sorted_blocks += done
         except Exception:
             self._fall_back("sorting")
 
@@ -603,7 +613,8 @@ class ComputeCachePolicy:
         walked = self._choose(num_blocks, budget - newly_sorted)
         counters.inspected_blocks += absorbed + newly_sorted + walked
         counters.reordered_decisions += self._moved
-        self._owed = num_blocks
+        self._owed = num_blocks + self._taken_back
+        self._taken_back = 0
 
     def _settle(self) -> None:
         """Count the last decision's victims, now that BlockPool told which had no hash."""
