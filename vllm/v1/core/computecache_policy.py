@@ -465,7 +465,7 @@ class ComputeCachePolicy:
         self._queue: Any = None
         self._protected: Container[int] = ()
         self._owed = 0  # freed blocks to sort when the decision's blocks are handed out
-        self._saved = 0  # blocks taken that have not paid yet
+        self._saved = self.num_blocks  # blocks that have not paid yet: at first, every one
         self._taken_back = 0  # blocks touched in the free queue since the last decision
 
     # -- what BlockPool tells ---------------------------------------------------------
