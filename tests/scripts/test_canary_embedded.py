@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from embedded_server import group_members
+from embedded_server import EmbeddedServer, group_members
+from make_model import make_model
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.server
@@ -150,3 +151,41 @@ def test_kill_9_of_the_canary_itself_takes_its_server_along(tmp_path):
     assert group_members(group) == []
     again.process.send_signal(signal.SIGTERM)
     assert again.finish() == 2
+
+
+def test_two_running_servers_are_compared_in_turn(tmp_path):
+    model = make_model(REPO / "out" / "model")
+    lru, active = (
+        EmbeddedServer(model, mode, tmp_path / f"{mode}.log") for mode in ("lru", "active")
+    )
+    try:
+        lru.start()
+        active.start()
+        lru.wait_until_ready()
+        active.wait_until_ready()
+        done = subprocess.run(
+            [
+                *(sys.executable, str(REPO / "scripts" / "canary.py"), "run", "--target", "url"),
+                *("--baseline-url", lru.base_url, "--candidate-url", active.base_url),
+                *("--baseline-policy-url", lru.policy_metrics_url),
+                *("--candidate-policy-url", active.policy_metrics_url),
+                # One machine serves both and sends, so TTFT is held to what embedded is held to.
+                *("--repeats", "2", "--ttft-regression", "100%", "--out", str(tmp_path)),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        lru.stop()
+        active.stop()
+    assert done.returncode == 0, done.stderr
+    canary = json.loads((tmp_path / "canary.json").read_text())
+    assert [(phase["mode"], phase["hot_prefix"]) for phase in canary["phases"]] == [
+        ("lru", "lost"),
+        ("active", "kept"),
+        ("active", "kept"),
+        ("lru", "lost"),
+    ]
+    assert canary["statistics"]["kept_tokens"]["pairs"] == 12
+    assert canary["statistics"]["outputs"]["different"] == 0

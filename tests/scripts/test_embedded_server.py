@@ -29,6 +29,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+PRINT_SETTINGS = """
+import json, os
+print(json.dumps({k: v for k, v in os.environ.items() if k.startswith("COMPUTECACHE_")}))
+"""
 
 
 def server(tmp_path, program, mode="lru"):
@@ -82,11 +86,8 @@ def test_a_group_that_ignores_term_is_killed(tmp_path):
 def test_settings_reach_the_server_and_the_shells_own_do_not(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPUTECACHE_MODE", "active")
     monkeypatch.setenv("COMPUTECACHE_AGE_WEIGHT", "9")
-    program = (
-        "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if 'COMP' in k}))"
-    )
     for mode, expected in (("lru", {"MODE", "SCAN_LIMIT", "METRICS_PORT"}), (None, set())):
-        started = server(tmp_path, program, mode)
+        started = server(tmp_path, PRINT_SETTINGS, mode)
         started.start()
         started.process.wait()
         seen = json.loads(started.log.read_text())
