@@ -20,7 +20,7 @@ import sys
 import time
 
 from canary_report import write_reports
-from drill import EXPECTED_ERRORS, REPO, Drill, add_drill_options, drill, healthy, limits, say
+from drill import REPO, Drill, add_drill_options, drill, exit_code_of, healthy, limits, say
 from verdict import judge, never_lost
 from workload_options import add_workload_options, positive, workload_settings
 
@@ -104,15 +104,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    try:
-        return run(options)
-    except EXPECTED_ERRORS as error:
-        say(f"canary: {error}")
-        return 2
-    except KeyboardInterrupt:
-        say("canary: interrupted before the first visit")
-        return 2
+    return exit_code_of(run, parse(argv))
 
 
 if __name__ == "__main__":

@@ -259,11 +259,22 @@ def ignore_signals() -> None:
         signal.signal(number, lambda number, frame: None)
 
 
+def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a whole drill; 2 with a message when it could not even be begun."""
+    try:
+        return run(options)
+    except EXPECTED_ERRORS as error:
+        say(f"not run: {error}")
+    except KeyboardInterrupt:
+        say("interrupted before the first visit")
+    return 2
+
+
 def limits(options: argparse.Namespace) -> Limits:
     """Return what the candidate is held to; a CPU that also runs the client is noisy."""
     regression = options.ttft_regression
     if regression is None:
-        regression = 1.0 if options.target == "embedded" else 0.05
+        regression = 2.0 if options.target == "embedded" else 0.05
     return Limits(regression, options.ttft_p95_budget_ms, options.min_samples)
 
 
@@ -286,6 +297,6 @@ def add_drill_options(parser: argparse.ArgumentParser, targets: tuple[str, ...])
     add("--scan-limit", type=positive, default=64, help="embedded: COMPUTECACHE_SCAN_LIMIT")
     add("--blocks", type=positive, default=64, help="embedded: blocks of 32 tokens in the pool")
     add("--max-model-len", type=positive, default=1024, help="embedded: longest request in tokens")
-    add("--ttft-regression", type=share, help="p95 TTFT allowed above lru's (5%%; embedded 100%%)")
+    add("--ttft-regression", type=share, help="p95 TTFT allowed above lru's (5%%; embedded 200%%)")
     add("--ttft-p95-budget-ms", type=float, help="instead: no p95 TTFT above this")
     add("--min-samples", type=positive, default=5, help="pairs of repetitions needed")

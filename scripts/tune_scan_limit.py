@@ -18,7 +18,7 @@ import json
 import sys
 
 from dotenv import dotenv_values
-from drill import EXPECTED_ERRORS, Drill, add_drill_options, drill, healthy, limits, say
+from drill import Drill, add_drill_options, drill, exit_code_of, healthy, limits, say
 from embedded_server import BLOCK_SIZE
 from rich.console import Console
 from rich.table import Table
@@ -151,15 +151,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    try:
-        return run(options)
-    except EXPECTED_ERRORS as error:
-        say(f"tune_scan_limit: {error}")
-        return 2
-    except KeyboardInterrupt:
-        say("tune_scan_limit: interrupted before the first visit")
-        return 2
+    return exit_code_of(run, parse(argv))
 
 
 if __name__ == "__main__":

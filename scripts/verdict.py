@@ -92,7 +92,10 @@ def judge(visits: list[dict], limits: Limits) -> Verdict:
     if _all_pass(checks):
         settings = baselines[0]["report"]["settings"]
         pairs = pair_repetitions(baselines, candidates)
-        statistics["kept_tokens"] = kept_difference(pairs)
+        # On servers that stay up the last lru visit had prompts that no candidate had.
+        seeds = {v["report"]["seed"] for v in candidates}
+        same_prompts = [v for v in baselines if v["report"]["seed"] in seeds]
+        statistics["kept_tokens"] = kept_difference(pair_repetitions(same_prompts, candidates))
         statistics["ttft"] = {
             kind: ratios
             for kind in JUDGED_KINDS
@@ -243,7 +246,7 @@ def _kept(numbers: dict, hot: bool) -> dict:
     if low > 0:
         return _check("kept", PASS, text)
     if numbers["difference_mean"] > 0:
-        return _check("kept", UNKNOWN, f"{text}: too uncertain, give more --repetitions")
+        return _check("kept", UNKNOWN, f"{text}: too uncertain, give more requests")
     return _check("kept", FAIL, f"{text}: no more than lru")
 
 

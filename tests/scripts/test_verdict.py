@@ -86,6 +86,14 @@ def test_keeping_what_lru_loses_is_accepted_with_its_numbers():
     assert any("+608" in reason for reason in verdict.reasons)
 
 
+def test_a_rollback_with_prompts_of_its_own_is_not_paired():
+    visits = good_canary(kept=100)
+    visits[2] = make_visit("rollback", "lru", kept=90)
+    visits[2]["report"]["seed"] = 1
+    kept = judge(visits, Limits()).statistics["kept_tokens"]
+    assert (kept["baseline_mean"], kept["candidate_mean"], kept["pairs"]) == (0, 100, 6)
+
+
 def test_keeping_no_more_than_lru_is_rejected():
     assert outcome(good_canary(kept=0)) == (REJECT, ["kept"])
 
