@@ -23,7 +23,7 @@ from traces import replace_file
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "vllm/v1/core/computecache_policy.py"
 RECORDED = ("mooncake_conversation.jsonl", "mooncake_synthetic.jsonl")
-GENERATED = ("flood", "drift", "chat", "agents")
+GENERATED = ("flood", "drift")
 CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
 
 
@@ -47,7 +47,7 @@ EXPERIMENTS = (
         "no request is let through when its kind is demoted",
         "better on floods, worse where the estimate is wrong",
         False,
-        {"and stamp % LET_THROUGH:": ":"},
+        {"kind != REUSED and not let_through:": "kind != REUSED:"},
     ),
     Experiment(
         "no guard",

@@ -64,10 +64,12 @@ class Client:
             found.append(blocks[0])
         return found
 
-    def start(self, name, count):
-        blocks = self.hit(name, count)
-        cached = len(blocks)
-        self.pool.touch(blocks)
+    def start(self, name, count, cached=0, blocks=()):
+        """Blocks of a request up to `count`; a later chunk goes on from its `blocks`."""
+        if not cached:
+            blocks = self.hit(name, count)
+            cached = len(blocks)
+            self.pool.touch(blocks)
         blocks = blocks + self.pool.get_new_blocks(count - cached)
         # What cache_full_blocks and its KV event read of a request.
         request = SimpleNamespace(
@@ -114,6 +116,8 @@ def check(pool):
             assert (block.block_id in free_ids) == (block.ref_cnt == 0)
     policy = pool.computecache
     assert policy.fallbacks == 0
+    fresh = sum(not word & policy_module.OBSERVED for word in policy._words)
+    assert policy.model.unobserved == fresh
     if policy._queue is None:
         return
     places = [policy._words[block.block_id] & policy_module.PLACE_MASK for block in free]
@@ -263,6 +267,35 @@ def test_kv_events_remove_a_child_before_its_parent():
                     name, depth = depth_of[block_hash]
                     alive.setdefault(name, set()).add(depth)
     assert pool.computecache.counters.victims_reused > 0
+
+
+@pytest.mark.parametrize("scan_limit", [2, 4, 16, 64])
+def test_no_cached_child_is_left_without_its_parent(scan_limit):
+    """Prompts computed in chunks, with one partial block each, while the model measures."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        pool = make_pool(rng.choice((48, 120)), scan_limit=scan_limit)
+        client = Client(pool)
+        names, running = {}, []
+        for step in range(250):
+            name = rng.choice(("a", "b", "c", f"once {step}"))
+            names[name] = count = rng.randrange(1, 24)
+            chunk = rng.choice((3, 100))
+            if count + 1 > pool.get_num_free_blocks():
+                continue
+            blocks = []
+            for end in range(min(chunk, count), count + chunk, chunk):
+                done, blocks = blocks, client.start(name, min(end, count), len(blocks), blocks)
+                assert blocks[: len(done)] == done
+            running.append(blocks + pool.get_new_blocks(1))
+            while len(running) > 2:
+                client.finish(running.pop(rng.randrange(len(running))))
+            check(pool)
+            for name in ("a", "b", "c", *list(names)[-40:]):
+                cached = [
+                    pool.get_cached_block(h, [0]) is not None for h in client.hashes(name, 24)
+                ]
+                assert cached == sorted(cached, reverse=True), (seed, step, name)
 
 
 def test_watched_blocks_go_last_and_tell_their_watcher():

@@ -385,6 +385,15 @@ class FallbackTest(unittest.TestCase):
         self.assertEqual(policy.fallbacks, 1)
         self.assertIs(queue.fake_free_list_head.next_free_block, blocks[0])
 
+    def test_a_policy_that_keeps_failing_switches_itself_off(self):
+        policy, blocks, queue = hashed_queue(8)
+        blocks[3].ref_cnt = 1
+        with self.assertLogs(policy_module.logger, "ERROR") as logs:
+            for _ in range(policy_module.MAX_FALLBACKS + 5):
+                policy.reorder_free_queue(queue, 4, ())
+        self.assertFalse(policy.enabled)
+        self.assertEqual((policy.fallbacks, len(logs.output)), (policy_module.MAX_FALLBACKS, 2))
+
     def test_an_exception_from_outside_is_counted_and_logged_once(self):
         class Broken:
             def __bool__(self):
@@ -493,6 +502,15 @@ class WeightTest(unittest.TestCase):
             victims[depth_weight] = pool.queue.blocks()[0] in chain
         self.assertEqual(victims, {0: True, 1: False})
 
+    def test_about_one_request_in_eight_is_not_demoted(self):
+        pool = Pool(active(4096), 4000)
+        pool.policy._eviction_cost = lambda: 1.0  # more than a never reused block is worth
+        for _ in range(400):
+            pool.one_use(128)
+        counters = pool.policy.counters
+        self.assertGreater(counters.demoted_blocks / counters.victims_never_reused, 0.7)
+        self.assertLess(counters.demoted_blocks / counters.victims_never_reused, 0.97)
+
     def test_quick_demote_penalty_decides_a_demotion(self):
         demoted = {}
         for penalty in (0, 10**9):
@@ -587,7 +605,7 @@ class SettingsTest(unittest.TestCase):
         cases = [
             ("MODE", ("activ", "on", "1", "active lru", "actïve", "lru,active", '""')),
             ("SCAN_LIMIT", ("0", "-1", "64.0", "1e3", "many", "1_000", "٦٤", "6 4", "0x40")),
-            ("REUSE_WEIGHT", ("-1", "none", "nan")),
+            ("REUSE_WEIGHT", ("-1", "none", "nan", "9" * 5000)),
             ("LOG_EVERY", ("-256", "often")),
         ]
         for name, values in cases:

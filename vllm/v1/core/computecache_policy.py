@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MODES = ("lru", "active")
 MAX_SCAN_LIMIT = 4096
 MAX_WEIGHT = 1_000_000_000
+MAX_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Settings:
                     )
                 continue
             low, high = (1, MAX_SCAN_LIMIT) if field.name == "scan_limit" else (0, MAX_WEIGHT)
-            if not (text.isascii() and text.isdigit() and int(text) >= low):
+            whole = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+            if not (whole and int(text) >= low):
                 logger.warning(
                     "%s=%r is not a whole number from %d to %d: using %d.",
                     name,
@@ -162,7 +164,7 @@ class ReuseModel:
 
     the expected hits per block and clock unit of keeping a block on (Gittins' index of
     optimal stopping; hit density in LHD, Beckmann et al., NSDI 2018). `keep` is its
-    monotone hull: never lower for a younger or a reused block, so that a parent, which
+    monotone hull: never lower for a younger block or a later kind, so that a parent, which
     is at least as young and as reused as its child, never ranks below it.
 
     The guard compares real hits on the sample with those of plain LRU: a hash that comes
@@ -170,7 +172,7 @@ class ReuseModel:
     as the pool holds, would have been a hit. Where LRU does better by more than chance,
     `lru` is set for some pools' worth of allocations, twice as long each time.
 
-    Memory: 9 bytes for each of max(1024, 8 * num_blocks / (mask + 1)) slots.
+    Memory: 13 bytes for each of max(1024, 8 * num_blocks / (mask + 1)) slots.
     """
 
     def __init__(self, settings: Settings, num_blocks: int) -> None:
@@ -186,7 +188,7 @@ class ReuseModel:
         self._cohort_units = max(1, self.pool_units // COHORTS_PER_POOL)
         slots = max(4 * SAMPLED_POOL, HISTORY_POOLS * num_blocks // rate)
         self._tags = array("I", bytes(4 * slots))
-        self._stamps = array("I", bytes(4 * slots))
+        self._stamps = array("Q", bytes(8 * slots))
         self._kinds = bytearray(slots)
         self.reset()
 
@@ -316,7 +318,8 @@ class ReuseModel:
             hazards = _hazards(self._hits[kind], lost[kind], extra_hits, extra_risk, extra_risk)
             index.append(_gittins(hazards))
         hull = [list(accumulate(reversed(row), max))[::-1] for row in index]
-        hull[REUSED] = [max(column) for column in zip(*hull, strict=True)]
+        for kind in (CONTINUING, REUSED):
+            hull[kind] = [max(pair) for pair in zip(hull[kind - 1], hull[kind], strict=True)]
         self.index, self.keep = index, hull
 
 
@@ -351,14 +354,15 @@ def _gittins(hazards: list[float]) -> list[float]:
     return index
 
 
-# A block's word: stamp << 6 | kind << 4 | observed << 3 | place. The stamp is the clock
-# unit of the last use and, once the block is sorted, that of its sorting.
-PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 6
+# A block's word: stamp << 7 | let through << 6 | kind << 4 | observed << 3 | place. The
+# stamp is the clock unit of the last use and, once the block is sorted, of its sorting.
+PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, LET_THROUGH, STAMP_SHIFT = 7, 8, 4, 3, 64, 7
 # Places in queue order, each a run of neighbours; 0 is the rest: in use or not sorted yet.
 SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
-LET_THROUGH = 8  # one in this many never reused requests is not demoted
-SAVED_SCANS = 32  # scan limits' worth of blocks that are sorted late, at most, at a time
+ONE_IN = 8  # never reused allocations, drawn at random, of which one is not demoted
+SAVED_SCANS, SAVED_BLOCKS = 16, 1024  # scan limits, and blocks, that are sorted late at a time
+MAX_FALLBACKS = 8  # decisions failing in a row after which the policy switches itself off
 SHARED_UNITS = 8  # a touch of a block in use is reuse if its last use is this old
 
 
@@ -448,22 +452,24 @@ class ComputeCachePolicy:
     def reset(self) -> None:
         """The prefix cache was emptied: every block is unsorted, nothing is remembered."""
         self._words = array("Q", [OBSERVED]) * (self.num_blocks if self.enabled else 0)
+        self._queue = None
         self._forget_lists()
         self.model.reset()
+        self._trips = self._failed = 0
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
         self._fresh = COLD  # the word of a block handed out by the current decision
         self._hit_since_decision = self._reuse_since_decision = False
-        self._never_reused = 0  # victims of the last decision, those without a hash included
-        self._unhashed_before = self.counters.victims_unhashed
 
     def _forget_lists(self) -> None:
         words = self._words
-        for block_id in range(len(words)):
-            words[block_id] &= ~PLACE_MASK
+        if self._queue is not None:
+            for block_id in range(len(words)):
+                words[block_id] &= ~PLACE_MASK
         self._counts = [0] * (PLACES + 1)
         self._ends: list[Any] = []  # last block up to the end of each place; [0] is the head
-        self._queue: Any = None
+        self._queue: Any = None  # the one that the lists are in
         self._protected: Container[int] = ()
+        self._before: tuple[Any, int] = (None, 0)
         self._owed = 0  # freed blocks to sort when the decision's blocks are handed out
         self._saved = self.num_blocks  # blocks that have not paid yet: at first, every one
         self._taken_back = 0  # blocks touched in the free queue since the last decision
@@ -526,10 +532,21 @@ class ComputeCachePolicy:
             return
         if self._owed:
             self._pay()
-        if block.next_free_block is None:  # not invalidated in the free queue
-            self._words[block.block_id] = self._fresh
-            if block.block_hash is None:
-                self.counters.victims_unhashed += 1
+        if block.ref_cnt or block.next_free_block is not None:
+            return  # invalidated where it stands: it is found without a hash in its turn
+        words, counters = self._words, self.counters
+        word = words[block.block_id]
+        words[block.block_id] = self._fresh
+        if word & OBSERVED:
+            self.model.unobserved += 1
+        if word & PLACE_MASK == PROTECTED:
+            counters.victims_protected += 1
+        elif block.block_hash is None:
+            counters.victims_unhashed += 1
+        elif word >> KIND_SHIFT & KIND_MASK == REUSED:
+            counters.victims_reused += 1
+        else:
+            counters.victims_never_reused += 1
 
     def _pay(self) -> None:
         """Sort a freed block for each one that the request took, new or from the cache.
@@ -538,7 +555,8 @@ class ComputeCachePolicy:
         """
         owed, self._owed = self._owed, 0
         try:
-            done = self._sort(owed + min(self._saved, SAVED_SCANS * self.settings.scan_limit))
+            late = min(self._saved, SAVED_BLOCKS, SAVED_SCANS * self.settings.scan_limit)
+            done = self._sort(owed + late)
             self._saved = min(self._saved + owed - done, self.num_blocks)
             self.counters.sorted_blocks += done
         except Exception:
@@ -564,6 +582,7 @@ class ComputeCachePolicy:
                     self._ends = [queue.fake_free_list_head] * (PLACES + 1)
                 self._protected = protected_block_ids
                 self._decide(num_blocks)
+                self._failed = 0
             except Exception:
                 self._fall_back("a decision")
         log_every = self.settings.log_every
@@ -580,22 +599,27 @@ class ComputeCachePolicy:
                 " own order. Serving goes on.",
                 where,
             )
+        self._failed += 1
+        if self._failed == MAX_FALLBACKS:
+            self.enabled = False
+            logger.error("ComputeCache: %d failures in a row: off from now on.", self._failed)
 
     # -- a decision -------------------------------------------------------------------
 
     def _decide(self, num_blocks: int) -> None:
         model, counters = self.model, self.counters
-        self._settle()
         self._clock += num_blocks
-        model.unobserved += num_blocks
         now = self._clock // model.unit
         if now != model.now:
             model.advance(now)
-            counters.lru_guard_trips = model.trips
+            counters.lru_guard_trips += model.trips - self._trips
+            self._trips = model.trips
         if self._reuse_since_decision:
             model.reuse_events += 1
         kind = CONTINUING if self._hit_since_decision else COLD
         self._fresh = now << STAMP_SHIFT | kind << KIND_SHIFT
+        if crc32(b"%d" % counters.decisions) % ONE_IN == 0:
+            self._fresh |= LET_THROUGH
         self._hit_since_decision = self._reuse_since_decision = False
 
         budget = num_blocks + self.settings.scan_limit - 1
@@ -616,15 +640,6 @@ class ComputeCachePolicy:
         self._owed = num_blocks + self._taken_back
         self._taken_back = 0
 
-    def _settle(self) -> None:
-        """Count the last decision's victims, now that BlockPool told which had no hash."""
-        unhashed = self.counters.victims_unhashed
-        self.counters.victims_never_reused += max(
-            0, self._never_reused - (unhashed - self._unhashed_before)
-        )
-        self._never_reused = 0
-        self._unhashed_before = unhashed
-
     def _absorb_front(self, budget: int) -> tuple[int, bool]:
         """Add the blocks that BlockPool prepended since the last decision to spent.
 
@@ -641,7 +656,9 @@ class ComputeCachePolicy:
         end = ends[0]
         for block in found:
             place = PROTECTED if block.block_id in protected else SPENT
-            words[block.block_id] |= place
+            if not words[block.block_id] & OBSERVED:
+                self.model.unobserved -= 1
+            words[block.block_id] |= OBSERVED | place
             if place == PROTECTED:
                 self._move(block, block, 1, place)
                 continue
@@ -664,6 +681,7 @@ class ComputeCachePolicy:
         looked = start = demoted = unobserved = run_place = 0
         last_word = -1
         first = last = None
+        before, before_place = self._before  # the hashed block sorted before, and where to
         while looked < budget and block is not tail:
             following = block.next_free_block
             if following is None or block.ref_cnt:
@@ -674,8 +692,7 @@ class ComputeCachePolicy:
                 last_word = word
                 fresh = not word & OBSERVED
                 kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
-                hashed_place = self._place(kind, used)
-                demotes = hashed_place == SPENT
+                hashed_place = self._place(kind, word & LET_THROUGH)
                 sorted_word = sorted_now | kind << KIND_SHIFT
             unobserved += fresh
             block_hash = block.block_hash
@@ -683,7 +700,10 @@ class ComputeCachePolicy:
                 place = SPENT
             else:
                 place = hashed_place
-                demoted += demotes
+                if place < before_place and _is_parent(block, before):
+                    place = before_place
+                before, before_place = block, place
+                demoted += place == SPENT
                 if fresh:
                     tag = crc32(block_hash) if type(block_hash) is bytes else _tag(block_hash)
                     if not tag & mask:
@@ -701,16 +721,17 @@ class ComputeCachePolicy:
         runs.append((first, last, looked - start, run_place))
         for run in runs:
             self._move(*run)
+        self._before = before, before_place
         model.unobserved -= unobserved
         self.counters.demoted_blocks += demoted
         return looked
 
-    def _place(self, kind: int, stamp: int) -> int:
+    def _place(self, kind: int, let_through: int) -> int:
         """The list of a hashed block; spent if keeping it is not worth an eviction."""
         model = self.model
         if model.lru:
             return FIRST_LIST + REUSED  # the last list: nothing moves
-        if kind != REUSED and stamp % LET_THROUGH:
+        if kind != REUSED and not let_through:
             worth = model.index[kind][0]
             if worth < self._eviction_cost():
                 return SPENT
@@ -733,7 +754,7 @@ class ComputeCachePolicy:
         Victims for which the budget does not last are the first in the queue as it is:
         spent, then cold blocks. Returns how many blocks were walked.
         """
-        words, counts, ends, counters = self._words, self._counts, self._ends, self.counters
+        words, counts, ends = self._words, self._counts, self._ends
         head = ends[0]
         need = num_blocks
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
@@ -776,13 +797,8 @@ class ComputeCachePolicy:
         counts[SPENT] -= spent
         if spent and not counts[SPENT]:
             self._set_end(SPENT, at, head)
-        never_reused = spent
         for first, last, length, place in runs:
             counts[place] -= length
-            if place == FIRST_LIST + REUSED:
-                counters.victims_reused += length
-            else:
-                never_reused += length
             if last is None:
                 continue
             if not counts[place]:
@@ -794,10 +810,8 @@ class ComputeCachePolicy:
         if need:  # only blocks with a watcher are left in view
             protected = min(need, counts[PROTECTED])
             counts[PROTECTED] -= protected
-            counters.victims_protected += protected
             if protected and not counts[PROTECTED]:
                 self._set_end(PROTECTED, ends[PROTECTED], head)
-        self._never_reused = never_reused
         return walked
 
     def _lowest(self, fronts: dict[int, Any]) -> tuple[int, int | None]:
@@ -844,6 +858,12 @@ class ComputeCachePolicy:
             if ends[later] is not old:
                 break
             ends[later] = new
+
+
+def _is_parent(block: Any, child: Any) -> bool:
+    """Whether `block`, freed right after `child`, covers less of what may be one chain."""
+    tokens, more = block.block_hash_num_tokens, child.block_hash_num_tokens
+    return tokens is not None and more is not None and tokens < more
 
 
 def _tag(block_hash: Any) -> int:
