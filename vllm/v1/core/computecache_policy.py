@@ -382,16 +382,18 @@ class ComputeCachePolicy:
     first, and the tail of a chain before its head. Victims are taken from the front of a
     list, spent blocks first (without a hash, or demoted); then, one run of equal age at a
     time, from the list whose oldest block has the lowest keep value (`ReuseModel`), ties
-    to the older; blocks with a reuse watcher go last, when nothing else is left.
+    to the older; blocks with a reuse watcher go last, when nothing else is left in view.
 
     A never reused block is demoted when it is sorted, if keeping it promises less than
-    the block that would be evicted instead; one request in eight is let through.
+    the block that would be evicted instead; one allocation in eight is let through.
 
     Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most. Besides,
     each block that a request takes, new or from the cache, pays for sorting one freed
-    block when the blocks are handed out (`sorted_blocks`), so sorting keeps up. Moving a run of
-    blocks is one splice. Nothing is proportional to the pool; once per pool's worth of
-    allocations the model is refitted, about 0.5 ms. Memory: 8 bytes a block, and the model.
+    block when the blocks are handed out (`sorted_blocks`), so sorting keeps up; blocks
+    that have not paid yet do so later, at most 1,024 at a time. Moving a run of blocks is
+    one splice. Only reset, the first decision after it and a fallback are proportional to
+    the pool. Once per pool's worth of allocations the model is refitted, about 0.5 ms.
+    Memory: 8 bytes a block, and the model.
 
     Differs from LRU only in which list gives the victim. In guarded LRU order the oldest
     front goes first, to within one clock unit (1/256 of the pool). Not promised: to tell
