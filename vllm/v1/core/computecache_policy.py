@@ -392,8 +392,8 @@ class ComputeCachePolicy:
     block when the blocks are handed out (`sorted_blocks`), so sorting keeps up; blocks
     that have not paid yet do so later, at most 1,024 at a time. Moving a run of blocks is
     one splice. Only reset, the first decision after it and a fallback are proportional to
-    the pool. Once per pool's worth of allocations the model is refitted, about 0.5 ms.
-    Memory: 8 bytes a block, and the model.
+    the pool. Once per pool's worth of allocations the model is refitted, a fixed number
+    of operations. Memory: 8 bytes a block, and the model.
 
     Differs from LRU only in which list gives the victim. In guarded LRU order the oldest
     front goes first, to within one clock unit (1/256 of the pool). Not promised: to tell
