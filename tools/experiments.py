@@ -23,7 +23,7 @@ from traces import replace_file
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "vllm/v1/core/computecache_policy.py"
 RECORDED = ("mooncake_conversation.jsonl", "mooncake_synthetic.jsonl")
-GENERATED = ("flood", "drift")
+GENERATED = ("drift",)
 CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
 
 

@@ -702,7 +702,7 @@ class ComputeCachePolicy:
                 place = SPENT
             else:
                 place = hashed_place
-                if place < before_place and _is_parent(block, before):
+                if place < before_place and self._is_parent(block, before):
                     place = before_place
                 before, before_place = block, place
                 demoted += place == SPENT
@@ -727,6 +727,11 @@ class ComputeCachePolicy:
         model.unobserved -= unobserved
         self.counters.demoted_blocks += demoted
         return looked
+
+    def _is_parent(self, block: Any, child: Any) -> bool:
+        """Whether `block`, freed right after `child`, covers one block less of its chain."""
+        tokens, more = block.block_hash_num_tokens, child.block_hash_num_tokens
+        return tokens is not None and more is not None and more - tokens == self.hash_block_size
 
     def _place(self, kind: int, let_through: int) -> int:
         """The list of a hashed block; spent if keeping it is not worth an eviction."""
@@ -860,12 +865,6 @@ class ComputeCachePolicy:
             if ends[later] is not old:
                 break
             ends[later] = new
-
-
-def _is_parent(block: Any, child: Any) -> bool:
-    """Whether `block`, freed right after `child`, covers less of what may be one chain."""
-    tokens, more = block.block_hash_num_tokens, child.block_hash_num_tokens
-    return tokens is not None and more is not None and tokens < more
 
 
 def _tag(block_hash: Any) -> int:
