@@ -16,14 +16,12 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import make_trace
 from policy_report import replace_section
 from traces import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "vllm/v1/core/computecache_policy.py"
 RECORDED = ("mooncake_conversation.jsonl", "mooncake_synthetic.jsonl")
-GENERATED = ("drift",)
 CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
 
 
@@ -165,10 +163,6 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             traces = [arguments.traces_dir / name for name in RECORDED]
-            for kind in GENERATED:
-                traces.append(folder / f"{kind}.jsonl")
-                made = make_trace.make_trace(kind, 1, make_trace.REQUESTS)
-                traces[-1].write_bytes(make_trace.to_jsonl(made))
             for experiment in EXPERIMENTS:
                 print(experiment.what, file=sys.stderr)
                 rows.append(run(experiment, traces, arguments.scan_limit, folder))
