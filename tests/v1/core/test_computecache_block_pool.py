@@ -2,14 +2,12 @@
 """The policy on vLLM's own BlockPool, patched; needs the installed, patched vLLM."""
 
 import hashlib
-import importlib.util
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
-import install_computecache as installer
 import pytest
 import vllm.v1.core.block_pool as block_pool
+from bench_overhead import unpatched_block_pool
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -34,15 +32,6 @@ def make_pool(num_blocks, mode="active", module=block_pool, caching=True, events
             hash_block_size=BLOCK_SIZE,
             enable_kv_cache_events=events,
         )
-
-
-def unpatched():
-    """vLLM's module without the hooks, from the bytes that the installer reverts to."""
-    path = Path(block_pool.__file__)
-    spec = importlib.util.spec_from_loader("unpatched_block_pool", loader=None)
-    module = importlib.util.module_from_spec(spec)
-    exec(compile(installer.undo(path.read_bytes()), str(path), "exec"), module.__dict__)
-    return module
 
 
 class Client:
@@ -224,7 +213,9 @@ def random_run(pool, steps, seed, events=None):
 
 def test_lru_mode_is_bit_identical_to_unpatched():
     theirs, ours = [], []
-    expected = random_run(make_pool(60, module=unpatched(), events=True), 3000, 7, theirs)
+    expected = random_run(
+        make_pool(60, module=unpatched_block_pool(), events=True), 3000, 7, theirs
+    )
     assert random_run(make_pool(60, "lru", events=True), 3000, 7, ours) == expected
     assert [repr(event) for event in ours] == [repr(event) for event in theirs]
 
