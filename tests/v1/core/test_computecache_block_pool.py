@@ -105,7 +105,7 @@ def check(pool):
             assert (block.block_id in free_ids) == (block.ref_cnt == 0)
     policy = pool.computecache
     assert policy.fallbacks == 0
-    fresh = sum(not word & policy_module.OBSERVED for word in policy._words)
+    fresh = sum(bool(word & policy_module.FRESH) for word in policy._words)
     assert policy.model.unobserved == fresh
     if policy._queue is None:
         return

@@ -463,9 +463,9 @@ def fitted(**settings):
     for number in range(300):
         for kind in range(policy_module.KINDS):
             model.advance(number)
-            model.observe(number << 8 | kind << 6, kind, number, False)
+            model.observe([number << 2 | kind], kind, number, False)
             if number % 4 == 0 and number >= 128:
-                model.observe(number - 128 << 8 | kind << 6, kind, number, True)
+                model.observe([number - 128 << 2 | kind], kind, number, True)
     model.advance(600)
     return model
 
@@ -533,10 +533,10 @@ class ModelTest(unittest.TestCase):
         model.reuse_events = policy_module.MIN_REUSE_EVENTS
         for number in range(400):
             model.advance(number)
-            model.observe(number << 8, policy_module.COLD, number, False)
-            model.observe(number << 8 | 64, policy_module.CONTINUING, number, False)
+            model.observe([2 * number], policy_module.COLD, number, False)
+            model.observe([2 * number + 1], policy_module.CONTINUING, number, False)
             if number >= 100:
-                model.observe((number - 100) << 8 | 64, policy_module.CONTINUING, number, True)
+                model.observe([2 * number - 199], policy_module.CONTINUING, number, True)
         model.advance(600)
         self.assertGreater(
             model.index[policy_module.CONTINUING][0], model.index[policy_module.COLD][0]
@@ -558,25 +558,40 @@ class ModelTest(unittest.TestCase):
         self.assertAlmostEqual(index[9], 0.5 / (0.75 * (end - start)))
         self.assertEqual(index[10], 0.0)
 
-    def test_the_guard_returns_to_lru_where_lru_hits_more(self):
+    def guarded(self, hits):
+        """A model of 256 blocks; each hash comes back a unit later and was there if `hits`."""
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
-        for number in range(2 * policy_module.GUARD_LEAST):
+        for number in range(1, 4 * policy_module.GUARD_LEAST):
             model.advance(number)
-            model.observe(number << 8, policy_module.COLD, number, False)
-            if number:
-                model.observe((number - 1) << 8, policy_module.COLD, number, False)
-        self.assertTrue(model.lru)
-        self.assertEqual(model.trips, 1)
-        model.advance(number + (policy_module.GUARD_POOLS + 2) * 256)
-        self.assertFalse(model.lru)
+            model.observe([number], policy_module.COLD, number, False)
+            model.observe([number - 1], policy_module.COLD, number, hits(model))
+            model.settle()
+        return model
+
+    def test_where_lru_hits_more_the_guard_ends_demotion_then_everything(self):
+        model = self.guarded(lambda model: False)
+        self.assertEqual((model.demotes, model.lru, model.trips), (False, True, 2))
+        model.advance(model.now + 2 * (policy_module.GUARD_POOLS + 1) * 256)
+        self.assertEqual((model.demotes, model.lru), (True, False))
+
+    def test_where_demotion_was_the_fault_the_lists_stay(self):
+        model = self.guarded(lambda model: not model.demotes)
+        self.assertEqual((model.demotes, model.lru, model.trips), (False, False, 1))
 
     def test_the_guard_lets_a_policy_be_that_hits_as_much(self):
+        model = self.guarded(lambda model: True)
+        self.assertEqual((model.demotes, model.lru, model.trips), (True, False, 0))
+
+    def test_the_horizon_is_the_age_at_which_the_pool_would_be_full(self):
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
-        for number in range(1, 1000):
+        for number in range(4000):  # one new block a clock unit
             model.advance(number)
-            model.observe(number << 8, policy_module.COLD, number, False)
-            model.observe((number - 1) << 8, policy_module.COLD, number, True)
-        self.assertFalse(model.lru)
+            model.observe([number * 7919], policy_module.COLD, number, False)
+            if number == 200:
+                model.find_horizon()
+                self.assertEqual(model.lru_horizon, policy_module.EVER)  # nothing had to go yet
+        model.find_horizon()
+        self.assertAlmostEqual(model.lru_horizon, 256, delta=16)
 
     def test_in_guarded_order_the_oldest_front_goes_first(self):
         pool = Pool(active(64), 40)

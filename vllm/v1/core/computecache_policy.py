@@ -10,9 +10,11 @@ its victims from the front of the free queue. `ComputeCachePolicy` says how,
 import logging
 import os
 from array import array
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from math import expm1
+from random import Random
 from typing import Any
 from zlib import crc32
 
@@ -117,15 +119,17 @@ KINDS = 3
 BINS = 32  # ages in half octaves of a clock unit
 UNITS_PER_POOL = 256  # resolution of the clock that ages are measured by
 COHORTS_PER_POOL, COHORTS = 16, 128
-SAMPLED_POOL = 256  # blocks of the pool that the sample stands for, at least
+SAMPLED_POOL = 1024  # blocks of the pool that the sample stands for, at least
 MAX_SAMPLE_RATE = 64  # one block hash in this many is followed, at most
 HISTORY_POOLS = 8  # the sample remembers this many pools' worth of hashes
-SHRINKAGE = 512.0  # observations by which a kind's reuse is pulled to the overall one
+SHRINKAGE = 256.0  # observations by which a kind's reuse is pulled to the overall one
 PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
 DECAY = 0.7  # of all evidence, per pool's worth of allocations
-MIN_REUSE_EVENTS = 32  # decisions with a hit before measurement replaces the fixed order
-GUARD_DECAY, GUARD_SIGMAS, GUARD_SHARE, GUARD_LEAST = 0.999, 1.5, 0.02, 128
-GUARD_POOLS, GUARD_MAX_POOLS = 8, 64  # how long plain LRU order is kept
+MIN_REUSE_EVENTS = 16  # decisions with a hit before measurement replaces the fixed order
+GUARD_WINDOW, GUARD_LEAST_WINDOW = 4, 512  # sampled pools, comparisons
+GUARD_SIGMAS, GUARD_SHARE, GUARD_LEAST = 1.0, 0.005, 64  # see ReuseModel.settle
+GUARD_POOLS, GUARD_MAX_POOLS = 8, 64  # how long the guard holds
+EVER = 1 << 62  # an age that nothing reaches
 DEPTH_TOKENS = 32768  # see Settings.depth_weight
 
 
@@ -169,34 +173,36 @@ class ReuseModel:
 
     The guard compares real hits on the sample with those of plain LRU: a hash that comes
     back younger than LRU's horizon, the age at which as many distinct hashes were seen
-    as the pool holds, would have been a hit. Where LRU does better by more than chance,
-    `lru` is set for some pools' worth of allocations, twice as long each time.
+    as the pool holds, would have been a hit. Where LRU does better by more than chance
+    nothing is demoted for some pools' worth of allocations; where it still does, `lru` is
+    set, twice as long each time.
 
-    Memory: 13 bytes for each of max(1024, 8 * num_blocks / (mask + 1)) slots.
+    Memory: 12 bytes for each of max(1024, 8 * num_blocks / (mask + 1)) slots.
     """
 
     def __init__(self, settings: Settings, num_blocks: int) -> None:
         self.settings = settings
         self.num_blocks = num_blocks
         self.unit = max(1, num_blocks // UNITS_PER_POOL)  # blocks per clock unit
-        rate = 1 if num_blocks < 4 * SAMPLED_POOL else 8
+        rate = 1 if num_blocks < SAMPLED_POOL else 16
         while rate < MAX_SAMPLE_RATE and rate * SAMPLED_POOL < num_blocks:
             rate *= 2
         self.rate = rate
         self.mask = rate - 1
         self.pool_units = max(1, num_blocks // self.unit)
         self._cohort_units = max(1, self.pool_units // COHORTS_PER_POOL)
-        slots = max(4 * SAMPLED_POOL, HISTORY_POOLS * num_blocks // rate)
-        self._tags = array("I", bytes(4 * slots))
-        self._stamps = array("Q", bytes(8 * slots))
-        self._kinds = bytearray(slots)
+        slots = max(SAMPLED_POOL, HISTORY_POOLS * num_blocks // rate)
+        self._guard_decay = 1 - 1 / max(GUARD_LEAST_WINDOW, GUARD_WINDOW * num_blocks // rate)
+        self._tags = array("I", bytes(4 * slots))  # 0: nothing there
+        self._last = array("Q", bytes(8 * slots))  # stamp << 2 | kind
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: the cache was emptied, its hashes mean nothing any more."""
         slots = len(self._tags)
         self._tags = array("I", bytes(4 * slots))
-        self._live = [array("i", bytes(4 * (COHORTS + 1))) for _ in range(KINDS)]
+        self._live = [[0] * (COHORTS + 1) for _ in range(KINDS)]  # hashes by cohort of last use
+        self._distinct = [0] * (COHORTS + 1)  # the same of all kinds
         self._hits = [[0.0] * BINS for _ in range(KINDS)]
         self._lost = [[0.0] * BINS for _ in range(KINDS)]
         self._cohort = 0
@@ -205,12 +211,14 @@ class ReuseModel:
         self.now = 0
         self.reuse_events = 0
         self.unobserved = 0  # blocks handed out and not yet seen with their hash
-        self.lru = False
-        self.lru_horizon = self.pool_units  # clock units
+        self.demotes, self.lru = True, False  # what the guard leaves of the policy
+        self.lru_horizon = EVER  # clock units, as of the cohort of the last comparison
+        self._horizon_at = 0
         self.trips = 0
-        self._lru_until = 0
+        self._guarded_until = 0
         self._guard_pools = GUARD_POOLS
-        self._lead = self._disagreed = self._compared = 0.0
+        self._lead = self._variance = self._compared = 0.0
+        self._compared_now = self._lead_now = 0
         never, again = [0.0] * BINS, [1.0] * BINS
         self.index = [never, never, again]  # until measured: never reused go first
         self.keep = [never, never, again]
@@ -221,54 +229,83 @@ class ReuseModel:
         cohort = now // self._cohort_units
         if cohort != self._cohort:
             for number in range(max(self._cohort + 1, cohort - COHORTS + 1), cohort + 1):
-                for live in self._live:
-                    live[COHORTS] += live[number % COHORTS]
-                    live[number % COHORTS] = 0
+                slot = number % COHORTS
+                if self._distinct[slot]:
+                    for counts in (*self._live, self._distinct):
+                        counts[COHORTS] += counts[slot]
+                        counts[slot] = 0
             self._cohort = cohort
             self._forgotten = cohort - COHORTS
         if now >= self._next_fit:
             self._next_fit = now + self.pool_units
             self._fit()
 
-    def observe(self, tag: int, kind: int, stamp: int, hit: bool | None) -> None:
-        """A sampled hash was referenced at `stamp`; `hit` says if the pool still had it.
+    def observe(self, hashes: Sequence[Any], kind: int, stamp: int, hit: bool | None) -> None:
+        """Sampled hashes were referenced at `stamp`; `hit` says if the pool still had them.
 
-        None: it was in use, which says nothing about the worth of keeping free blocks.
+        None: they were in use, which says nothing about the worth of keeping free blocks.
         """
-        tags, stamps, kinds, live = self._tags, self._stamps, self._kinds, self._live
-        slot = (tag >> 6) % len(tags)  # the low 6 bits choose the sample
-        known, before, was = tags[slot], stamps[slot], kinds[slot]
+        tags, last, slots = self._tags, self._last, len(self._tags)
+        live, distinct = self._live, self._distinct
         units, forgotten = self._cohort_units, self._forgotten
-        tags[slot], stamps[slot], kinds[slot] = tag, stamp, kind
+        latest = stamp << 2 | kind
         cohort = stamp // units
-        live[kind][cohort % COHORTS if cohort > forgotten else COHORTS] += 1
-        if not known:
-            return
-        cohort = before // units
-        live[was][cohort % COHORTS if cohort > forgotten else COHORTS] -= 1
-        age = stamp - before if stamp > before else 0
-        number = min((age * age).bit_length(), BINS - 1)
-        if known != tag:
-            self._lost[was][number] += 1
-        elif hit is not None:
-            self._hits[was][number] += 1
-            self._compare(age <= self.lru_horizon, hit)
+        cohort = cohort % COHORTS if cohort > forgotten else COHORTS
+        live[kind][cohort] += len(hashes)
+        distinct[cohort] += len(hashes)
+        for block_hash in hashes:
+            tag = crc32(block_hash) if type(block_hash) is bytes else hash(block_hash) % 2**32
+            slot = tag % slots
+            known, before = tags[slot], last[slot]
+            tags[slot], last[slot] = tag, latest
+            if not known:
+                continue
+            was, before = before & 3, before >> 2
+            cohort = before // units
+            cohort = cohort % COHORTS if cohort > forgotten else COHORTS
+            live[was][cohort] -= 1
+            distinct[cohort] -= 1
+            age = stamp - before if stamp > before else 0
+            number = (age * age).bit_length()  # age_bin, written out
+            if number >= BINS:
+                number = BINS - 1
+            if known != tag:
+                self._lost[was][number] += 1
+            elif hit is not None:
+                self._hits[was][number] += 1
+                if self._horizon_at != self._cohort:
+                    self.find_horizon()
+                self._compared_now += 1
+                self._lead_now += (age <= self.lru_horizon) - hit
 
-    def _compare(self, lru_hit: bool, hit: bool) -> None:
-        self._lead = self._lead * GUARD_DECAY + lru_hit - hit
-        self._disagreed = self._disagreed * GUARD_DECAY + (lru_hit != hit)
-        self._compared = self._compared * GUARD_DECAY + 1
-        noise = GUARD_SIGMAS * self._disagreed**0.5 + GUARD_SHARE * self._compared
+    def settle(self) -> None:
+        """Once a decision: weigh the hits compared since. Those of one chain are one event.
+
+        LRU's lead, a decaying sum, is more than chance above one standard deviation (the
+        root of the squared leads of events) and half a per cent of the hits compared.
+        """
+        if not self._compared_now:
+            return
+        decay = self._guard_decay**self._compared_now
+        lead = self._lead_now
+        self._lead = self._lead * decay + lead
+        self._variance = self._variance * decay + lead * lead
+        self._compared = self._compared * decay + self._compared_now
+        self._compared_now = self._lead_now = 0
+        noise = GUARD_SIGMAS * self._variance**0.5 + GUARD_SHARE * self._compared
         if self._compared > GUARD_LEAST and self._lead > noise and not self.lru:
-            self.lru = True
+            if not self.demotes:  # demotion was not the reason
+                self.lru = True
+                self._guard_pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
+            self.demotes = False
             self.trips += 1
-            self._lru_until = self.now + self._guard_pools * self.pool_units
-            self._guard_pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
+            self._guarded_until = self.now + self._guard_pools * self.pool_units
+            self._lead = self._variance = self._compared = 0.0
 
     def _fit(self) -> None:
-        if self.lru and self.now >= self._lru_until:
-            self.lru = False
-            self._lead = self._disagreed = self._compared = 0.0
+        if not self.demotes and self.now >= self._guarded_until:
+            self.demotes, self.lru = True, False
+            self._lead = self._variance = self._compared = 0.0
         lost = [list(row) for row in self._lost]
         self._add_live(lost)
         if self.reuse_events >= MIN_REUSE_EVENTS:
@@ -277,45 +314,57 @@ class ReuseModel:
             row[:] = [DECAY * count for count in row]
 
     def _add_live(self, lost: list[list[float]]) -> None:
-        """Count hashes not seen again so far, and find the age of LRU's last block."""
-        seen, horizon = self.unobserved / self.rate, None
+        """Count the hashes that were not seen again so far as lost at their age."""
         for back in range(min(COHORTS, self._cohort + 1)):
             age = back * self._cohort_units
             for kind, live in enumerate(self._live):
-                count = live[(self._cohort - back) % COHORTS]
-                lost[kind][age_bin(age)] += count
-                seen += count
-            if horizon is None and seen * self.rate >= self.num_blocks:
-                horizon = age + self._cohort_units // 2
+                lost[kind][age_bin(age)] += live[(self._cohort - back) % COHORTS]
         for kind, live in enumerate(self._live):
             lost[kind][age_bin(COHORTS * self._cohort_units)] += live[COHORTS]
-        self.lru_horizon = self.pool_units if horizon is None else horizon
+
+    def find_horizon(self) -> None:
+        """Set `lru_horizon`, the age below which as many distinct hashes are as the pool holds.
+
+        Hashes that share a slot count once, so d of them are expected in
+        slots * (1 - exp(-d / slots)) slots (linear counting, Whang et al., 1990).
+        """
+        self._horizon_at = self._cohort
+        slots = len(self._tags)
+        distinct = (self.num_blocks - self.unobserved) / self.rate
+        enough = -slots * expm1(-distinct / slots)
+        newest = self._cohort % COHORTS
+        counts = self._distinct[newest::-1] + self._distinct[-2:newest:-1]
+        for back, seen in enumerate(accumulate(counts)):
+            if seen >= enough:
+                self.lru_horizon = back * self._cohort_units + self._cohort_units // 2
+                return
+        self.lru_horizon = EVER
 
     def _rank(self, lost: list[list[float]]) -> None:
         settings = self.settings
-        overall = _hazards(
-            [sum(c) for c in zip(*self._hits, strict=True)],
-            [sum(c) for c in zip(*lost, strict=True)],
-            [0.0] * BINS,
-            0.5,
-            0.0,
-        )
-        pulled = [SHRINKAGE * hazard for hazard in overall]
+        all_hits = [sum(column) for column in zip(*self._hits, strict=True)]
+        all_risk = _at_risk(all_hits, [sum(column) for column in zip(*lost, strict=True)])
+        pull = [min(SHRINKAGE, risk) for risk in all_risk]  # no evidence pulls at nothing
+        pulled = [
+            strength * hits / risk if risk else 0.0
+            for strength, hits, risk in zip(pull, all_hits, all_risk, strict=True)
+        ]
         index = []
         for kind in range(KINDS):
             if kind == REUSED:
-                believed = [
-                    settings.reuse_weight
-                    * PRIOR_HAZARD
-                    / (1 + settings.age_weight * start / self.pool_units)
-                    for start in BIN_STARTS[:BINS]
-                ]
-                extra_hits = [a + b for a, b in zip(pulled, believed, strict=True)]
-                extra_risk = SHRINKAGE + settings.reuse_weight
+                weight = float(settings.reuse_weight)
+                fading = [1 + settings.age_weight * a / self.pool_units for a in BIN_STARTS[:BINS]]
+                believed = [weight * PRIOR_HAZARD / by for by in fading]
             else:
-                extra_hits = pulled
-                extra_risk = SHRINKAGE + settings.quick_demote_penalty / 64
-            hazards = _hazards(self._hits[kind], lost[kind], extra_hits, extra_risk, extra_risk)
+                weight = settings.quick_demote_penalty / 64
+                believed = [0.0] * BINS
+            hits = [sum(c) for c in zip(self._hits[kind], pulled, believed, strict=True)]
+            risks = _at_risk(self._hits[kind], lost[kind])
+            risks = [risk + more + weight for risk, more in zip(risks, pull, strict=True)]
+            hazards = [
+                min(1.0, hit / risk) if risk else 0.0
+                for hit, risk in zip(hits, risks, strict=True)
+            ]
             index.append(_gittins(hazards))
         hull = [list(accumulate(reversed(row), max))[::-1] for row in index]
         for kind in (CONTINUING, REUSED):
@@ -323,17 +372,15 @@ class ReuseModel:
         self.index, self.keep = index, hull
 
 
-def _hazards(
-    hits: list[float], lost: list[float], extra_hits: list[float], floor: float, extra_risk: float
-) -> list[float]:
-    """Reuse per half octave: hits over blocks at risk, each with its prior (Kaplan-Meier)."""
-    hazards = []
-    at_risk = sum(hits) + sum(lost)
-    for hit, gone, extra in zip(hits, lost, extra_hits, strict=True):
-        risk = max(0.0, at_risk - gone / 2) + extra_risk
-        hazards.append(min(1.0, (hit + extra) / risk) if risk > floor / 2 else 0.0)
-        at_risk -= hit + gone
-    return hazards
+def _at_risk(hits: Sequence[float], lost: Sequence[float]) -> list[float]:
+    """Blocks that reach each half octave; those lost in it count half (actuarial estimate)."""
+    risks = []
+    reached = sum(hits) + sum(lost)
+    for hit, gone in zip(hits, lost, strict=True):
+        risk = reached - gone / 2
+        risks.append(risk if risk > 0.25 else 0.0)
+        reached -= hit + gone
+    return risks
 
 
 def _gittins(hazards: list[float]) -> list[float]:
@@ -354,13 +401,15 @@ def _gittins(hazards: list[float]) -> list[float]:
     return index
 
 
-# A block's word: stamp << 7 | let through << 6 | kind << 4 | observed << 3 | place. The
-# stamp is the clock unit of the last use and, once the block is sorted, of its sorting.
-PLACE_MASK, OBSERVED, KIND_SHIFT, KIND_MASK, LET_THROUGH, STAMP_SHIFT = 7, 8, 4, 3, 64, 7
+# A block's word: stamp << 9 | flags | kind << 4 | place. The stamp is the clock unit of the
+# last use and, once the block is sorted, of its sorting.
+PLACE_MASK, FRESH, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 9
+LET_THROUGH, UNHASHED, WATCHED = 64, 128, 256
+UNUSUAL = FRESH | UNHASHED | WATCHED | REUSED << KIND_SHIFT  # as a victim
 # Places in queue order, each a run of neighbours; 0 is the rest: in use or not sorted yet.
 SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
-ONE_IN = 8  # never reused allocations, drawn at random, of which one is not demoted
+LET_THROUGH_SHARE = 1 / 8  # of never reused allocations, drawn at random, that are not demoted
 SAVED_SCANS, SAVED_BLOCKS = 16, 1024  # scan limits, and blocks, that are sorted late at a time
 MAX_FALLBACKS = 8  # decisions failing in a row after which the policy switches itself off
 SHARED_UNITS = 8  # a touch of a block in use is reuse if its last use is this old
@@ -453,13 +502,16 @@ class ComputeCachePolicy:
 
     def reset(self) -> None:
         """The prefix cache was emptied: every block is unsorted, nothing is remembered."""
-        self._words = array("Q", [OBSERVED]) * (self.num_blocks if self.enabled else 0)
+        self._words = [0] * (self.num_blocks if self.enabled else 0)
         self._queue = None
         self._forget_lists()
         self.model.reset()
         self._trips = self._failed = 0
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
-        self._fresh = COLD  # the word of a block handed out by the current decision
+        self._same: dict[int, int] = {}  # the words of this clock unit, each one object
+        self._taken = REUSED << KIND_SHIFT  # the word of a block that is taken back
+        self._fresh = FRESH  # the word of a block handed out by the current decision
+        self._random = Random(0).random
         self._hit_since_decision = self._reuse_since_decision = False
 
     def _forget_lists(self) -> None:
@@ -488,67 +540,78 @@ class ComputeCachePolicy:
         if not self.enabled or block.is_null:
             return
         try:
-            self._access(block)
+            words, model = self._words, self.model
+            block_id = block.block_id
+            word = words[block_id]
+            in_use = block.ref_cnt
+            self._hit_since_decision = True
+            if in_use:
+                if model.now - (word >> STAMP_SHIFT) < SHARED_UNITS:
+                    if not word & KIND_MASK << KIND_SHIFT:
+                        words[block_id] = self._one(word | CONTINUING << KIND_SHIFT)
+                    return
+            else:
+                place = word & PLACE_MASK
+                if place:
+                    self._counts[place] -= 1
+                    if block is self._ends[place]:
+                        self._take_end(block, place)
+                self._clock += 1
+                self._taken_back += 1
+                if model.now - (word >> STAMP_SHIFT) > model.lru_horizon:
+                    self.counters.protected_hits += 1
+            self._reuse_since_decision = True
+            if word & FRESH:
+                model.unobserved -= 1
+            words[block_id] = self._taken
+            block_hash = block.block_hash
+            if not hash(block_hash) & model.mask and block_hash is not None:
+                if word & FRESH:
+                    kind = word >> KIND_SHIFT & KIND_MASK
+                    model.observe((block_hash,), kind, word >> STAMP_SHIFT, False)
+                model.observe((block_hash,), REUSED, model.now, None if in_use else True)
         except Exception:
             self._fall_back("on_access")
 
-    def _access(self, block: Any) -> None:
-        words, model = self._words, self.model
-        block_id = block.block_id
-        word = words[block_id]
-        kind = word >> KIND_SHIFT & KIND_MASK
-        stamp = word >> STAMP_SHIFT
-        self._hit_since_decision = True
-        if block.ref_cnt:
-            if model.now - stamp < SHARED_UNITS:
-                if kind == COLD:
-                    words[block_id] = word + (CONTINUING - COLD << KIND_SHIFT)
-                return
-        else:
-            place = word & PLACE_MASK
-            if place:
-                self._counts[place] -= 1
-                if block is self._ends[place]:
-                    head, before = self._ends[0], block.prev_free_block
-                    if before is not head and not words[before.block_id] & PLACE_MASK:
-                        before = head  # only blocks prepended since the last decision
-                    self._set_end(place, block, before)
-            self._clock += 1
-            self._taken_back += 1
-            if model.now - stamp > model.lru_horizon:
-                self.counters.protected_hits += 1
-        self._reuse_since_decision = True
-        if not word & OBSERVED:
-            model.unobserved -= 1
-        if block.block_hash is not None:
-            tag = _tag(block.block_hash)
-            if not tag & model.mask:
-                if not word & OBSERVED:
-                    model.observe(tag, kind, stamp, False)
-                model.observe(tag, REUSED, model.now, None if block.ref_cnt else True)
-        words[block_id] = model.now << STAMP_SHIFT | REUSED << KIND_SHIFT | OBSERVED
+    def _take_end(self, block: Any, place: int) -> None:
+        """The last block of `place` is about to be taken out of the queue."""
+        head, before = self._ends[0], block.prev_free_block
+        if before is not head and not self._words[before.block_id] & PLACE_MASK:
+            before = head  # only blocks prepended since the last decision
+        self._set_end(place, block, before)
+
+    def _one(self, word: int) -> int:
+        """The one object that stands for this word in this clock unit."""
+        return self._same.setdefault(word, word)
 
     def on_evicted(self, block: Any) -> None:
         """`block` loses its hash: handed out, or invalidated where it stands."""
-        if not self.enabled:
-            return
+        if block.ref_cnt or block.next_free_block is not None or not self._words:
+            return  # invalidated where it stands: it is found without a hash in its turn
+        words, block_id = self._words, block.block_id
+        word = words[block_id]
+        words[block_id] = self._fresh
+        if word & UNUSUAL:
+            self._correct(word, block)
         if self._owed:
             self._pay()
-        if block.ref_cnt or block.next_free_block is not None:
-            return  # invalidated where it stands: it is found without a hash in its turn
-        words, counters = self._words, self.counters
-        word = words[block.block_id]
-        words[block.block_id] = self._fresh
-        if word & OBSERVED:
-            self.model.unobserved += 1
-        if word & PLACE_MASK == PROTECTED:
+
+    def _correct(self, word: int, block: Any) -> None:
+        """The decision counted its victims as never reused and observed: this one was not."""
+        counters = self.counters
+        unhashed = word & UNHASHED
+        if word & FRESH:  # taken before it was sorted
+            self.model.unobserved -= 1
+            unhashed = block.block_hash is None
+        if word & WATCHED:
             counters.victims_protected += 1
-        elif block.block_hash is None:
+        elif unhashed:
             counters.victims_unhashed += 1
-        elif word >> KIND_SHIFT & KIND_MASK == REUSED:
+        elif word & REUSED << KIND_SHIFT:
             counters.victims_reused += 1
         else:
-            counters.victims_never_reused += 1
+            return
+        counters.victims_never_reused -= 1
 
     def _pay(self) -> None:
         """Sort a freed block for each one that the request took, new or from the cache.
@@ -576,6 +639,8 @@ class ComputeCachePolicy:
             return
         counters = self.counters
         counters.decisions += 1
+        counters.victims_never_reused += num_blocks  # until on_evicted sees what they are
+        self.model.unobserved += num_blocks
         if self.settings.scan_limit > 1:
             try:
                 if self._queue is not queue:
@@ -609,38 +674,47 @@ class ComputeCachePolicy:
     # -- a decision -------------------------------------------------------------------
 
     def _decide(self, num_blocks: int) -> None:
-        model, counters = self.model, self.counters
+        model, counters, queue = self.model, self.counters, self._queue
         self._clock += num_blocks
         now = self._clock // model.unit
         if now != model.now:
             model.advance(now)
             counters.lru_guard_trips += model.trips - self._trips
             self._trips = model.trips
+            self._same.clear()
+            self._taken = self._one(now << STAMP_SHIFT | REUSED << KIND_SHIFT)
+        model.settle()
         if self._reuse_since_decision:
             model.reuse_events += 1
-        kind = CONTINUING if self._hit_since_decision else COLD
-        self._fresh = now << STAMP_SHIFT | kind << KIND_SHIFT
-        if crc32(b"%d" % counters.decisions) % ONE_IN == 0:
-            self._fresh |= LET_THROUGH
+        fresh = now << STAMP_SHIFT | FRESH
+        if self._hit_since_decision:
+            fresh |= CONTINUING << KIND_SHIFT
+        if self._random() < LET_THROUGH_SHARE:
+            fresh |= LET_THROUGH
+        self._fresh = self._one(fresh)
         self._hit_since_decision = self._reuse_since_decision = False
 
         budget = num_blocks + self.settings.scan_limit - 1
+        counts = self._counts
         absorbed = 0
-        if any(self._counts):
+        if any(counts) and not self._words[self._ends[0].next_free_block.block_id] & PLACE_MASK:
             absorbed, complete = self._absorb_front(budget)
             if not complete:  # more of them than the decision needs: it takes these
                 counters.inspected_blocks += absorbed
                 return
         self._moved = False
         budget -= absorbed
-        _, spent, cold, continuing, *_ = self._counts
-        spare = spent + cold + continuing >= num_blocks  # no need to touch reused blocks
+        # Only sort a few where there is no need to touch reused blocks.
+        spare = sum(counts[SPENT : FIRST_LIST + REUSED]) >= num_blocks
         newly_sorted = self._sort(min(budget, self.settings.scan_limit - 1) if spare else budget)
         walked = self._choose(num_blocks, budget - newly_sorted)
         counters.inspected_blocks += absorbed + newly_sorted + walked
         counters.reordered_decisions += self._moved
-        self._owed = num_blocks + self._taken_back
-        self._taken_back = 0
+        owed, self._taken_back = num_blocks + self._taken_back, 0
+        if self._ends[PLACES].next_free_block is queue.fake_free_list_tail:
+            self._saved = min(self._saved + owed, self.num_blocks)
+        else:
+            self._owed = owed
 
     def _absorb_front(self, budget: int) -> tuple[int, bool]:
         """Add the blocks that BlockPool prepended since the last decision to spent.
@@ -657,10 +731,17 @@ class ComputeCachePolicy:
             block = _next(block)
         end = ends[0]
         for block in found:
-            place = PROTECTED if block.block_id in protected else SPENT
-            if not words[block.block_id] & OBSERVED:
+            block_id = block.block_id
+            place = PROTECTED if block_id in protected else SPENT
+            word = words[block_id]
+            if word & FRESH:
                 self.model.unobserved -= 1
-            words[block.block_id] |= OBSERVED | place
+            word = word & ~FRESH | place
+            if place == PROTECTED:
+                word |= WATCHED
+            elif block.block_hash is None:
+                word |= UNHASHED
+            words[block_id] = self._one(word)
             if place == PROTECTED:
                 self._move(block, block, 1, place)
                 continue
@@ -676,56 +757,75 @@ class ComputeCachePolicy:
         tail = self._queue.fake_free_list_tail
         if block is tail or not budget:
             return 0
-        words, protected, model = self._words, self._protected, self.model
+        words, model, one = self._words, self.model, self._one
         mask = model.mask
-        sorted_now = model.now << STAMP_SHIFT | OBSERVED
-        runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
-        looked = start = demoted = unobserved = run_place = 0
-        last_word = -1
-        first = last = None
+        watched = self._protected or None
         before, before_place = self._before  # the hashed block sorted before, and where to
-        while looked < budget and block is not tail:
-            following = block.next_free_block
-            if following is None or block.ref_cnt:
-                raise QueueError(f"block {block.block_id} is in use or not linked")
+        sample: list[Any] = []  # hashes to follow, of blocks with the same word
+        runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
+        first, start, run_place = block, 0, 0
+        kind = used = looked = fresh = fresh_from = unobserved = unhashed = 0
+        plain = False
+        last = last_word = None
+        for looked in range(budget):
+            if block is tail:
+                break
+            if block.ref_cnt:
+                raise QueueError(f"block {block.block_id} is in use")
             block_id = block.block_id
             word = words[block_id]
-            if word != last_word:  # else the same as for the block before
+            if word is not last_word:  # else the same as for the block before
+                if sample:
+                    model.observe(sample, kind, used, False)
+                    sample = []
                 last_word = word
-                fresh = not word & OBSERVED
+                if fresh:
+                    unobserved += looked - fresh_from
+                fresh, fresh_from = word & FRESH, looked
                 kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
                 hashed_place = self._place(kind, word & LET_THROUGH)
-                sorted_word = sorted_now | kind << KIND_SHIFT
-            unobserved += fresh
+                sorted_word = model.now << STAMP_SHIFT | kind << KIND_SHIFT
+                hashed_word = one(sorted_word | hashed_place)
+                plain = False  # a hashed block goes to hashed_place, as the one before it did
             block_hash = block.block_hash
-            if block_hash is None:
-                place = SPENT
+            if plain and block_hash is not None:
+                words[block_id] = hashed_word
+                before = block
             else:
-                place = hashed_place
-                if place < before_place and self._is_parent(block, before):
-                    place = before_place
-                before, before_place = block, place
-                demoted += place == SPENT
-                if fresh:
-                    tag = crc32(block_hash) if type(block_hash) is bytes else _tag(block_hash)
-                    if not tag & mask:
-                        model.observe(tag, kind, used, False)
-            if protected and block_id in protected:
-                place = PROTECTED
-            words[block_id] = sorted_word | place
-            if place != run_place:
-                if run_place:
-                    runs.append((first, last, looked - start, run_place))
-                first, start, run_place = block, looked, place
-            looked += 1
+                if block_hash is None:
+                    place, kept = SPENT, UNHASHED
+                    unhashed += 1
+                else:
+                    place, kept = hashed_place, 0
+                    if place < before_place and self._is_parent(block, before):
+                        place = before_place
+                    before, before_place = block, place
+                if watched and block_id in watched:
+                    place, kept = PROTECTED, WATCHED
+                words[block_id] = one(sorted_word | kept | place)
+                if place != run_place:
+                    if run_place:
+                        runs.append((first, last, looked - start, run_place))
+                        first, start = block, looked
+                    run_place = place
+                plain = place == hashed_place >= before_place and not watched
+            if fresh and not hash(block_hash) & mask and block_hash is not None:
+                sample.append(block_hash)
             last = block
-            block = following
+            block = block.next_free_block
+        else:
+            looked = budget
         runs.append((first, last, looked - start, run_place))
+        if fresh:
+            unobserved += looked - fresh_from
         for run in runs:
             self._move(*run)
         self._before = before, before_place
         model.unobserved -= unobserved
-        self.counters.demoted_blocks += demoted
+        if sample:
+            model.observe(sample, kind, used, False)
+        demoted = sum(length for _, _, length, place in runs if place == SPENT)
+        self.counters.demoted_blocks += demoted - unhashed
         return looked
 
     def _is_parent(self, block: Any, child: Any) -> bool:
@@ -738,7 +838,7 @@ class ComputeCachePolicy:
         model = self.model
         if model.lru:
             return FIRST_LIST + REUSED  # the last list: nothing moves
-        if kind != REUSED and not let_through:
+        if kind != REUSED and not let_through and model.demotes:
             worth = model.index[kind][0]
             if worth < self._eviction_cost():
                 return SPENT
@@ -747,13 +847,15 @@ class ComputeCachePolicy:
     def _eviction_cost(self) -> float:
         """Index of the block that the lists would give up next."""
         model = self.model
-        costs = []
+        least, cost = None, 0.0
         for kind in range(KINDS):
             if self._counts[FIRST_LIST + kind]:
                 block = self._ends[FIRST_LIST + kind - 1].next_free_block
                 age = age_bin(model.now - (self._words[block.block_id] >> STAMP_SHIFT))
-                costs.append((model.keep[kind][age], -age, model.index[kind][age]))
-        return min(costs)[2] if costs else 0.0
+                rank = model.keep[kind][age], -age
+                if least is None or rank < least:
+                    least, cost = rank, model.index[kind][age]
+        return cost
 
     def _choose(self, num_blocks: int, budget: int) -> int:
         """Bring the victims to the front of the queue, walking at most `budget` blocks.
@@ -763,10 +865,16 @@ class ComputeCachePolicy:
         """
         words, counts, ends = self._words, self._counts, self._ends
         head = ends[0]
-        need = num_blocks
+        spent = min(num_blocks, counts[SPENT])
+        need = num_blocks - spent
+        only_cold = not any(counts[FIRST_LIST + 1 : PROTECTED])
+        if not need or (only_cold and need < counts[FIRST_LIST]):
+            counts[SPENT] -= spent  # the first in the queue as it is
+            counts[FIRST_LIST] -= need
+            if spent and not counts[SPENT]:
+                self._set_end(SPENT, ends[SPENT], head)
+            return 0
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
-        spent = min(need, counts[SPENT])
-        need -= spent
         walked = 0
         left = list(counts)
         fronts = {
@@ -865,11 +973,6 @@ class ComputeCachePolicy:
             if ends[later] is not old:
                 break
             ends[later] = new
-
-
-def _tag(block_hash: Any) -> int:
-    """32 bits of a block hash, the same in every process for vLLM's bytes."""
-    return crc32(block_hash) if type(block_hash) is bytes else hash(block_hash) & 0xFFFFFFFF
 
 
 def _next(block: Any) -> Any:
