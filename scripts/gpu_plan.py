@@ -61,7 +61,7 @@ class Sizes:
     fill_tokens: int = 1000
     bench: tuple[str, ...] = ("--rounds", "20", "--calls", "100")
 
-    control_rounds: int = 8
+    control_rounds: int = 14
     control_requests: int = 48
     control_tokens: int = 1000
     control_hot_tokens: int = 2000
@@ -89,11 +89,11 @@ class Sizes:
 
     planned_s: tuple[tuple[str, float], ...] = (
         ("smoke", 240),
-        ("drill", 120),
+        ("drill", 150),
         ("long", 60),
         ("ttft", 560),
         ("cost", 110),
-        ("controls", 100),
+        ("controls", 180),
         ("trace", 150),
         ("prestart", 10),
         ("dp2", 300),

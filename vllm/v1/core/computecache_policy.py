@@ -362,8 +362,7 @@ class ReuseModel:
             risks = _at_risk(self._hits[kind], lost[kind])
             risks = [risk + more + weight for risk, more in zip(risks, pull, strict=True)]
             hazards = [
-                min(1.0, hit / risk) if risk else 0.0
-                for hit, risk in zip(hits, risks, strict=True)
+                min(1.0, hit / risk) if risk else 0.0 for hit, risk in zip(hits, risks, strict=True)
             ]
             index.append(_gittins(hazards))
         hull = [list(accumulate(reversed(row), max))[::-1] for row in index]
@@ -586,9 +585,10 @@ class ComputeCachePolicy:
 
     def on_evicted(self, block: Any) -> None:
         """`block` loses its hash: handed out, or invalidated where it stands."""
-        if block.ref_cnt or block.next_free_block is not None or not self._words:
+        words = self._words  # none in lru mode
+        if not words or block.ref_cnt or block.next_free_block is not None:
             return  # invalidated where it stands: it is found without a hash in its turn
-        words, block_id = self._words, block.block_id
+        block_id = block.block_id
         word = words[block_id]
         words[block_id] = self._fresh
         if word & UNUSUAL:
