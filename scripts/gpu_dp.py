@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part 7 of gpu_evidence.py: the drill on each of two engines of one CPU server."""
+"""Part 7 of gpu_evidence.py: the drill on each of two engines of one server, CPU or two GPUs."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from embedded_server import EmbeddedServer
 from gpu_bench import KEPT_KEYS, Bench, options
@@ -12,20 +14,45 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_metrics import MetricsError, fetch, policy_state
 from workload import Client
 
+# What the H200 runs with; the last of an option given twice counts.
+GPU_ARGS = (
+    *("--load-format", "dummy", "--dtype", "bfloat16", "--max-num-seqs", "16"),
+    *("--gpu-memory-utilization", "0.1"),
+)
+
 
 async def dp2(bench: Bench) -> None:
-    """Part 7, on a machine without a GPU: the drill on each of two engines of one server."""
+    """Part 7 on a machine without a GPU."""
     model = make_model(bench.fleet.folder / "tiny-model")
+    await _two_engines(bench, model, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, (), 640)
+
+
+async def dp2gpu(bench: Bench) -> None:
+    """Part 7 on two GPUs: the 0.6B shape, one engine on each."""
+    spec = bench.fleet.of("small")[0]
+    env = bench.fleet.env | {"PYTHONPATH": bench.fleet.pythonpath["patched"]}
+    await _two_engines(bench, Path(spec.model), env, GPU_ARGS, 600, block_size=16, blocks=128)
+
+
+async def _two_engines(
+    bench: Bench,
+    model: Path,
+    env: dict[str, str],
+    args: tuple[str, ...],
+    tokens: int,
+    **cache: int,
+) -> None:
     for mode in ("lru", "active"):
         if bench.store.cell(bench.part, mode) is not None:
             continue
-        say(f"dp2: starting two engines, mode {mode}")
+        say(f"{bench.part}: starting two engines, mode {mode}")
         server = EmbeddedServer(
             model,
             mode,
-            bench.fleet.folder / f"dp2-{mode}.log",
-            env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-            args=("--data-parallel-size", "2"),
+            bench.fleet.folder / f"{bench.part}-{mode}.log",
+            env=env,
+            args=("--data-parallel-size", "2", *args),
+            **cache,
         )
         with server:
             first = int(server.policy_metrics_url.rsplit(":", 1)[1].split("/")[0])
@@ -34,10 +61,10 @@ async def dp2(bench: Bench) -> None:
             for engine, url in urls.items():
                 data["endpoints"][engine] = {"pools": policy_state(fetch(url))["pools"]}
             for rank in range(2):
-                data["engines"][str(rank)] = await _press_rank(server.base_url, urls, rank)
+                data["engines"][str(rank)] = await _press_rank(server.base_url, urls, rank, tokens)
         bench.store.add(bench.part, mode, data)
         say(
-            f"dp2 {mode}: "
+            f"{bench.part} {mode}: "
             + ", ".join(
                 f"engine {rank} kept {report['post_flood_cached_tokens']} of "
                 f"{report['warm_prefix_cached_tokens']}"
@@ -69,13 +96,15 @@ def _policy_urls(first_port: int, engines: int) -> dict[str, str]:
     return found
 
 
-async def _press_rank(base_url: str, urls: dict[str, str], rank: int) -> dict:
+async def _press_rank(base_url: str, urls: dict[str, str], rank: int, tokens: int) -> dict:
     """Run the drill on one engine; what each engine's policy decided meanwhile is in the answer."""
 
     def decisions() -> dict[str, int]:
         return {e: policy_state(fetch(u))["counters"]["decisions"] for e, u in urls.items()}
 
-    asked = options(hot_tokens=640, flood_tokens=640, flood_requests=6, repetitions=2, seed=rank)
+    asked = options(
+        hot_tokens=tokens, flood_tokens=tokens, flood_requests=6, repetitions=2, seed=rank
+    )
     before = decisions()
     async with Client(base_url, data_parallel_rank=rank) as client:
         report = await press(client, asked, lambda: read_policy([urls[str(rank)]]))

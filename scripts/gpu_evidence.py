@@ -3,8 +3,9 @@
 
 Parts: drill (1), long (6), ttft (2), cost (4), controls (3), trace (5); smoke starts one server of
 each kind first; prestart leaves the large model's servers starting for the next call; dp2 (7)
-needs no GPU. Each part writes <part>.json after every cell, to --out and to --state, and goes on
-from there when it is called again. tools/gpu_report.py turns the files into docs/results.md.
+needs no GPU and dp2gpu two of them. Each part writes <part>.json after every cell, to --out and
+to --state, and goes on from there when it is called again. tools/gpu_report.py turns the files
+into docs/results.md.
 
 Exit 0: every part has all its cells. 1: a cell or a server failed (the JSON says which). 2: it
 could not run, or the time was too short for all cells.

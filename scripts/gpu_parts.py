@@ -33,7 +33,7 @@ from gpu_bench import (
     samples,
     turns,
 )
-from gpu_dp import dp2
+from gpu_dp import dp2, dp2gpu
 from gpu_plan import Sizes
 from gpu_servers import Running, say
 from gpu_ttft import ttft
@@ -419,5 +419,6 @@ async def prestart(bench: Bench) -> None:
 
 
 PARTS = {
-    part.__name__: part for part in (smoke, drill, long, ttft, cost, controls, trace, prestart, dp2)
+    part.__name__: part
+    for part in (smoke, drill, long, ttft, cost, controls, trace, prestart, dp2, dp2gpu)
 }

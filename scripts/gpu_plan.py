@@ -97,6 +97,7 @@ class Sizes:
         ("trace", 150),
         ("prestart", 10),
         ("dp2", 300),
+        ("dp2gpu", 240),
     )
 
 

@@ -3,11 +3,15 @@
 """Hold the active policy against its bars: traces, floods and drifts on the real BlockPool.
 
 Writes every cell and the verdict to docs/results/policy.json and the tables between the
-markers in docs/policy.md. Exit status 0: all bars hold; 1: a bar is missed; 2: no verdict.
+markers in docs/policy.md. Which hashes are sampled depends on Python's hash seed, so
+scripts/evaluate_policy.sh sets PYTHONHASHSEED=0, and the traces are replayed once more under
+others to show the spread. Exit status 0: all bars hold; 1: a bar is missed; 2: no verdict.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,23 +46,39 @@ SET_SHARES = (0.4, 0.7)  # of the pool
 ONE_USE_SHARES = (0.0, 0.1, 0.3)  # of the prompts
 
 
-def load_traces(directory: Path) -> list[Trace]:
-    """The recorded traces and the generated ones.
-
-    Raises TraceError for a bad line, OSError for an absent file.
-    """
+def trace_paths(directory: Path, scratch: Path) -> list[Path]:
+    """The recorded traces in `directory`, and the generated ones, which go to `scratch`."""
     if not directory.is_dir():
         raise TraceError(
             f"--traces-dir {directory}: no such directory; name the one with {RECORDED}"
         )
-    traces = [read_trace(directory / name) for name in RECORDED]
-    with tempfile.TemporaryDirectory() as scratch:
-        for kind in GENERATED:
-            path = Path(scratch, f"{kind}.jsonl")
-            rows = make_trace.make_trace(kind, GENERATED_SEED, make_trace.REQUESTS)
-            path.write_bytes(make_trace.to_jsonl(rows))
-            traces.append(read_trace(path))
-    return traces
+    paths = [directory / name for name in RECORDED]
+    for kind in GENERATED:
+        paths.append(scratch / f"{kind}.jsonl")
+        rows = make_trace.make_trace(kind, GENERATED_SEED, make_trace.REQUESTS)
+        paths[-1].write_bytes(make_trace.to_jsonl(rows))
+    return paths
+
+
+def spread(paths: list[Path], scratch: Path, arguments: argparse.Namespace) -> list[dict]:
+    """The bars on whole traces, replayed under each hash seed of --spread in a new process."""
+    found = []
+    for seed in arguments.spread:
+        result = scratch / f"spread-{seed}.json"
+        command = [sys.executable, str(Path(__file__).with_name("replay_trace.py"))]
+        command += [*map(str, paths), "--mode", "lru,active", "--json", str(result)]
+        command += ["--capacity", ",".join(map(str, CAPACITIES))]
+        command += ["--scan-limit", ",".join(map(str, SCAN_LIMITS))]
+        command += ["--concurrency", str(arguments.concurrency)]
+        command += ["--workers", str(arguments.workers)]
+        command += ["--policy", str(arguments.policy)] if arguments.policy else []
+        environ = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
+        rows = [{**row, "half": "all"} for row in json.loads(result.read_text())]
+        found.append({"hash_seed": seed, "bars": trace_bars(rows, "all")})
+    return found
 
 
 def replay_matrix(traces: list[Trace], half: str, arguments: argparse.Namespace) -> list[dict]:
@@ -211,6 +231,9 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, default=root / "docs" / "results" / "policy.json")
     parser.add_argument("--document", type=Path, default=root / "docs" / "policy.md")
+    parser.add_argument(
+        "--spread", type=int, nargs="*", default=[1, 2], help="other hash seeds (default 1 2)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="write no file")
     add_common_arguments(parser)
     parser.set_defaults(peer=PEERS)
@@ -232,9 +255,14 @@ def main(argv: list[str] | None = None) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
         if arguments.policy:
             try_policy(arguments.policy)
-        traces = load_traces(arguments.traces_dir)
-        floods, drifts = flood_matrix(), drift_matrix()
-        rows = [row for half in arguments.halves for row in replay_matrix(traces, half, arguments)]
+        with tempfile.TemporaryDirectory() as scratch:
+            paths = trace_paths(arguments.traces_dir, Path(scratch))
+            traces = [read_trace(path) for path in paths]
+            floods, drifts = flood_matrix(), drift_matrix()
+            rows = [
+                row for half in arguments.halves for row in replay_matrix(traces, half, arguments)
+            ]
+            spreads = spread(paths, Path(scratch), arguments)
     except (TraceError, OSError, RuntimeError, ImportError, ValueError) as error:
         print(f"evaluate_policy: {error}", file=sys.stderr)
         return 2
@@ -245,7 +273,9 @@ def main(argv: list[str] | None = None) -> int:
     report = {
         "vllm": vllm.__version__,
         "concurrency": arguments.concurrency,
+        "hash_seed": os.environ.get("PYTHONHASHSEED", "random"),
         "bars": bars,
+        "spread": spreads,
         "floods": floods,
         "drifts": drifts,
         "cells": [_slim(row) for row in rows],

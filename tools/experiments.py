@@ -9,6 +9,7 @@ docs/experiments.md. Exit status 0; 2: an edit no longer fits or a replay failed
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,7 @@ EXPERIMENTS = (
         "no request is let through when its kind is demoted",
         "better on floods, worse where the estimate is wrong",
         False,
-        {"kind != REUSED and not let_through:": "kind != REUSED:"},
+        {"kind != REUSED and not let_through and": "kind != REUSED and"},
     ),
     Experiment(
         "no guard",
@@ -54,48 +55,86 @@ EXPERIMENTS = (
         {"if self._compared > GUARD_LEAST and": "if False and"},
     ),
     Experiment(
-        "a guard that trips at half the loss",
+        "the guard goes to plain LRU at once, not to lists without demotion first",
+        "fewer losses, and fewer wins where it trips by chance",
+        False,
+        {"if not self.demotes:  # demotion was not the reason": "if True:"},
+    ),
+    Experiment(
+        "the guard takes the blocks of one request for independent",
+        "the same or more trips",
+        False,
+        {"self._variance * decay + lead * lead": "self._variance * decay + abs(lead)"},
+    ),
+    Experiment(
+        "the guard does not know that hashes share slots",
+        "LRU looks better than it is: trips where nothing is wrong",
+        False,
+        {"enough = -slots * expm1(-distinct / slots)": "enough = distinct"},
+    ),
+    Experiment(
+        "a guard that trips at half the deviation",
         "worst cell nearer to LRU at a small price",
         False,
+        {"GUARD_LEAST = 1.0, 0.005, 64": "GUARD_LEAST = 0.5, 0.005, 64"},
+    ),
+    Experiment(
+        "a guard that allows 2 % of the hits",
+        "later trips, larger losses before them",
+        False,
+        {"GUARD_LEAST = 1.0, 0.005, 64": "GUARD_LEAST = 1.0, 0.02, 64"},
+    ),
+    Experiment(
+        "the oldest list loses ties up to a factor of two in worth",
+        "smaller losses, smaller wins",
+        False,
         {
-            "0.999, 1.5, 0.02, 128": "0.999, 1.5, 0.01, 128",
+            "        ranked.sort()\n": "        oldest = min(stamp for _, stamp, _ in ranked)\n"
+            "        ranked = [(k / 2 if s == oldest else k, s, p) for k, s, p in ranked]\n"
+            "        ranked.sort()\n"
         },
     ),
     Experiment(
         "measure from the first reuse on, no fixed order at first",
         "little: the first hits come fast",
         False,
-        {"MIN_REUSE_EVENTS = 32": "MIN_REUSE_EVENTS = 1"},
+        {"MIN_REUSE_EVENTS = 16": "MIN_REUSE_EVENTS = 1"},
     ),
     Experiment(
-        "pull each kind twice as hard to the mean of all",
+        "pull each kind four times as hard to the mean of all",
         "closer to LRU everywhere",
         False,
-        {"SHRINKAGE = 512.0": "SHRINKAGE = 1024.0"},
+        {"SHRINKAGE = 256.0": "SHRINKAGE = 1024.0"},
     ),
     Experiment(
         "no pull to the mean",
         "faster to learn, noise on short traces",
         False,
-        {"SHRINKAGE = 512.0": "SHRINKAGE = 1.0"},
+        {"SHRINKAGE = 256.0": "SHRINKAGE = 1.0"},
     ),
     Experiment(
-        "follow four times as many hashes in large pools",
-        "steadier estimates",
+        "follow a quarter of the hashes in large pools",
+        "noisier estimates, earlier trips",
         False,
-        {"MAX_SAMPLE_RATE = 64": "MAX_SAMPLE_RATE = 16"},
+        {"SAMPLED_POOL = 1024": "SAMPLED_POOL = 256"},
+    ),
+    Experiment(
+        "believe a tenth as much that reused blocks come back",
+        "old favourites fade sooner, hot sets are lost sooner",
+        False,
+        {"PRIOR_HAZARD = 0.25": "PRIOR_HAZARD = 0.025"},
     ),
     Experiment(
         "one kind for all never reused blocks",
         "loses what the prefix of a request tells about its tail",
         False,
-        {"kind = CONTINUING if self._hit_since_decision else COLD": "kind = COLD"},
+        {"fresh |= CONTINUING << KIND_SHIFT": "pass"},
     ),
     Experiment(
         "always the static order: never reused, then reused",
         "good on floods, far below LRU where one-use blocks come back",
         False,
-        {"MIN_REUSE_EVENTS = 32": "MIN_REUSE_EVENTS = 10**9"},
+        {"MIN_REUSE_EVENTS = 16": "MIN_REUSE_EVENTS = 10**9"},
     ),
 )
 
@@ -116,7 +155,8 @@ def run(experiment: Experiment, traces: list[Path], scan_limit: int, folder: Pat
     command = [sys.executable, str(ROOT / "tools/replay_trace.py"), *map(str, traces)]
     command += ["--capacity", CAPACITIES, "--mode", "lru,active"]
     command += ["--scan-limit", str(scan_limit), "--policy", str(policy), "--json", str(result)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "0"}, **quiet)
     cells = json.loads(result.read_text())
     cells = cells["cells"] if isinstance(cells, dict) else cells
     ratio = {

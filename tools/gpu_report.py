@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gpu_sections import controls, cost, dp2, drill, long, trace
+from gpu_sections import controls, cost, dp2, dp2gpu, drill, long, trace
 from gpu_stats import NoEvidence, fallbacks, load
 from gpu_text import table
 from gpu_ttft_section import ttft
@@ -68,6 +68,7 @@ SECTIONS = (
     ("trace", "5. A recorded hour", trace),
     ("long", "6. Long prefix", long),
     ("dp2", "7. Two engines", dp2),
+    ("dp2gpu", "7. Two engines on two GPUs", dp2gpu),
 )
 
 

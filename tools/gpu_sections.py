@@ -194,6 +194,14 @@ def trace(part: dict) -> str:
 
 
 def dp2(part: dict) -> str:
+    return _engines("The CPU server", part)
+
+
+def dp2gpu(part: dict) -> str:
+    return _engines("The 0.6B shape on two GPUs", part)
+
+
+def _engines(what: str, part: dict) -> str:
     rows = []
     for mode, cell in part["cells"].items():
         for engine, report in cell["engines"].items():
@@ -210,7 +218,7 @@ def dp2(part: dict) -> str:
     head = ["mode", "engine", "kept after floods", "policies at its endpoint"]
     head += ["decisions meanwhile", "failed"]
     return (
-        "The CPU server with `--data-parallel-size 2`. The drill ran on one engine and then on the "
-        "other; each serves its own policy on a port of its own. In mode lru the policy takes no "
+        f"{what} with `--data-parallel-size 2`. The drill ran on one engine and then on the other; "
+        "each serves its own policy on a port of its own. In mode lru the policy takes no "
         f"decision.\n\n{table(head, rows)}"
     )

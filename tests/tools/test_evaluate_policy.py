@@ -158,12 +158,12 @@ def small_matrix(monkeypatch, tmp_path):
     document = tmp_path / "policy.md"
     document.write_text(f"# Policy\n{BEGIN}\n{END}\nend\n")
     arguments = ["--traces-dir", str(tmp_path), "--json", str(tmp_path / "results" / "policy.json")]
-    return tmp_path, [*arguments, "--document", str(document), "--peer", "arc"]
+    return tmp_path, [*arguments, "--document", str(document), "--peer", "arc", "--spread"]
 
 
 def test_evaluation_writes_verdict_cells_and_tables(small_matrix, capsys):
     directory, arguments = small_matrix
-    status = evaluate_policy.main(arguments)
+    status = evaluate_policy.main([*arguments, "5"])
     verdict = json.loads(capsys.readouterr().out)
     assert status == (0 if verdict["accepted"] else 1)
     report = json.loads((directory / "results" / "policy.json").read_text())
@@ -172,11 +172,14 @@ def test_evaluation_writes_verdict_cells_and_tables(small_matrix, capsys):
     # halves x traces x capacities x (lru, optimum, ARC, three scan limits)
     assert len(report["cells"]) == 2 * 2 * 2 * 6
     assert len(report["floods"]) == 3
+    assert [other["hash_seed"] for other in report["spread"]] == [5]
+    assert len(report["spread"][0]["bars"]) == 3
     document = (directory / "policy.md").read_text()
     assert document.startswith(f"# Policy\n{BEGIN}\n")
     assert document.endswith(f"{END}\nend\n")
     assert "| one | 2% |" in document
     assert "flood: pool 256, hot 128" in document
+    assert "| 5 | mean points over LRU, all requests |" in document
 
 
 def test_a_dry_run_writes_nothing(small_matrix, capsys):
