@@ -362,6 +362,21 @@ class BoundTest(unittest.TestCase):
             self.assertTrue(policy.enabled)
             self.assertLess(spent, 32 * size + 8000)
 
+    def test_memory_stays_there_when_every_block_is_handed_out_alone(self):
+        size = 1024
+        pool = Pool(active(size), size)
+        hot = pool.hot(100)
+        for number in range(6 * size):
+            pool.one_use(1)
+            if number % 7 == 0:
+                pool.touch(hot[number % 100 :][:1])
+                pool.free(hot[number % 100 :][:1])
+        policy = pool.policy
+        words = {id(word): sys.getsizeof(word) for word in policy._words}
+        spent = sys.getsizeof(policy._words) + sum(words.values())
+        spent += sys.getsizeof(policy.model._tags) + sys.getsizeof(policy.model._last)
+        self.assertLess(spent, 32 * size)
+
 
 class FallbackTest(unittest.TestCase):
     def test_a_pinned_block_leaves_the_queue_as_it_was(self):

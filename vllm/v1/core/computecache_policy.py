@@ -122,6 +122,7 @@ COHORTS_PER_POOL, COHORTS = 16, 128
 SAMPLED_POOL = 1024  # blocks of the pool that the sample stands for, at least
 MAX_SAMPLE_RATE = 64  # one block hash in this many is followed, at most
 HISTORY_POOLS = 8  # the sample remembers this many pools' worth of hashes
+LEAST_SLOTS = 512
 SHRINKAGE = 256.0  # observations by which a kind's reuse is pulled to the overall one
 PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
 DECAY = 0.7  # of all evidence, per pool's worth of allocations
@@ -177,7 +178,7 @@ class ReuseModel:
     nothing is demoted for some pools' worth of allocations; where it still does, `lru` is
     set, twice as long each time.
 
-    Memory: 12 bytes for each of max(1024, 8 * num_blocks / (mask + 1)) slots.
+    Memory: 12 bytes for each of max(512, 8 * num_blocks / (mask + 1)) slots.
     """
 
     def __init__(self, settings: Settings, num_blocks: int) -> None:
@@ -191,7 +192,7 @@ class ReuseModel:
         self.mask = rate - 1
         self.pool_units = max(1, num_blocks // self.unit)
         self._cohort_units = max(1, self.pool_units // COHORTS_PER_POOL)
-        slots = max(SAMPLED_POOL, HISTORY_POOLS * num_blocks // rate)
+        slots = max(LEAST_SLOTS, HISTORY_POOLS * num_blocks // rate)
         self._guard_decay = 1 - 1 / max(GUARD_LEAST_WINDOW, GUARD_WINDOW * num_blocks // rate)
         self._tags = array("I", bytes(4 * slots))  # 0: nothing there
         self._last = array("Q", bytes(8 * slots))  # stamp << 2 | kind
@@ -202,7 +203,6 @@ class ReuseModel:
         slots = len(self._tags)
         self._tags = array("I", bytes(4 * slots))
         self._live = [[0] * (COHORTS + 1) for _ in range(KINDS)]  # hashes by cohort of last use
-        self._distinct = [0] * (COHORTS + 1)  # the same of all kinds
         self._hits = [[0.0] * BINS for _ in range(KINDS)]
         self._lost = [[0.0] * BINS for _ in range(KINDS)]
         self._cohort = 0
@@ -230,10 +230,10 @@ class ReuseModel:
         if cohort != self._cohort:
             for number in range(max(self._cohort + 1, cohort - COHORTS + 1), cohort + 1):
                 slot = number % COHORTS
-                if self._distinct[slot]:
-                    for counts in (*self._live, self._distinct):
-                        counts[COHORTS] += counts[slot]
-                        counts[slot] = 0
+                for live in self._live:
+                    if live[slot]:
+                        live[COHORTS] += live[slot]
+                        live[slot] = 0
             self._cohort = cohort
             self._forgotten = cohort - COHORTS
         if now >= self._next_fit:
@@ -246,15 +246,16 @@ class ReuseModel:
         None: they were in use, which says nothing about the worth of keeping free blocks.
         """
         tags, last, slots = self._tags, self._last, len(self._tags)
-        live, distinct = self._live, self._distinct
-        units, forgotten = self._cohort_units, self._forgotten
+        live, units, forgotten = self._live, self._cohort_units, self._forgotten
         latest = stamp << 2 | kind
         cohort = stamp // units
         cohort = cohort % COHORTS if cohort > forgotten else COHORTS
         live[kind][cohort] += len(hashes)
-        distinct[cohort] += len(hashes)
         for block_hash in hashes:
-            tag = crc32(block_hash) if type(block_hash) is bytes else hash(block_hash) % 2**32
+            try:
+                tag = crc32(block_hash)
+            except TypeError:  # no bytes
+                tag = hash(block_hash) % 2**32
             slot = tag % slots
             known, before = tags[slot], last[slot]
             tags[slot], last[slot] = tag, latest
@@ -264,7 +265,6 @@ class ReuseModel:
             cohort = before // units
             cohort = cohort % COHORTS if cohort > forgotten else COHORTS
             live[was][cohort] -= 1
-            distinct[cohort] -= 1
             age = stamp - before if stamp > before else 0
             number = (age * age).bit_length()  # age_bin, written out
             if number >= BINS:
@@ -332,9 +332,11 @@ class ReuseModel:
         slots = len(self._tags)
         distinct = (self.num_blocks - self.unobserved) / self.rate
         enough = -slots * expm1(-distinct / slots)
-        newest = self._cohort % COHORTS
-        counts = self._distinct[newest::-1] + self._distinct[-2:newest:-1]
-        for back, seen in enumerate(accumulate(counts)):
+        cold, continuing, reused = self._live
+        seen = 0
+        for back in range(min(COHORTS, self._cohort + 1)):
+            cohort = (self._cohort - back) % COHORTS
+            seen += cold[cohort] + continuing[cohort] + reused[cohort]
             if seen >= enough:
                 self.lru_horizon = back * self._cohort_units + self._cohort_units // 2
                 return
@@ -766,7 +768,7 @@ class ComputeCachePolicy:
         first, start, run_place = block, 0, 0
         kind = used = looked = fresh = fresh_from = unobserved = unhashed = 0
         plain = False
-        last = last_word = None
+        last_word = None
         for looked in range(budget):
             if block is tail:
                 break
@@ -794,7 +796,6 @@ class ComputeCachePolicy:
             else:
                 if block_hash is None:
                     place, kept = SPENT, UNHASHED
-                    unhashed += 1
                 else:
                     place, kept = hashed_place, 0
                     if place < before_place and self._is_parent(block, before):
@@ -802,20 +803,20 @@ class ComputeCachePolicy:
                     before, before_place = block, place
                 if watched and block_id in watched:
                     place, kept = PROTECTED, WATCHED
+                unhashed += kept == UNHASHED
                 words[block_id] = one(sorted_word | kept | place)
                 if place != run_place:
                     if run_place:
-                        runs.append((first, last, looked - start, run_place))
+                        runs.append((first, block.prev_free_block, looked - start, run_place))
                         first, start = block, looked
                     run_place = place
                 plain = place == hashed_place >= before_place and not watched
             if fresh and not hash(block_hash) & mask and block_hash is not None:
                 sample.append(block_hash)
-            last = block
             block = block.next_free_block
         else:
             looked = budget
-        runs.append((first, last, looked - start, run_place))
+        runs.append((first, block.prev_free_block, looked - start, run_place))
         if fresh:
             unobserved += looked - fresh_from
         for run in runs:
