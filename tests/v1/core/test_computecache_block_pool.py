@@ -105,8 +105,7 @@ def check(pool):
             assert (block.block_id in free_ids) == (block.ref_cnt == 0)
     policy = pool.computecache
     assert policy.fallbacks == 0
-    fresh = sum(bool(word & policy_module.FRESH) for word in policy._words)
-    assert policy.model.unobserved == fresh
+    assert policy.model.unobserved == fresh_words(policy)
     if policy._queue is None:
         return
     places = [policy._words[block.block_id] & policy_module.PLACE_MASK for block in free]
@@ -287,6 +286,91 @@ def test_no_cached_child_is_left_without_its_parent(scan_limit):
                     pool.get_cached_block(h, [0]) is not None for h in client.hashes(name, 24)
                 ]
                 assert cached == sorted(cached, reverse=True), (seed, step, name)
+
+
+def repeat_whole(client, name, count):
+    """A prompt of whole blocks: vLLM computes its last block again, though it is cached."""
+    blocks = client.hit(name, count - 1)
+    client.pool.touch(blocks)
+    client.finish(client.start(name, count, cached=len(blocks), blocks=blocks))
+    return len(blocks)
+
+
+@pytest.mark.parametrize(("pool_blocks", "length", "prompts"), [(512, 32, 6), (900, 64, 6)])
+def test_a_last_block_that_is_computed_again_is_no_loss(pool_blocks, length, prompts):
+    """LRU computes it again as well: the guard must still let the policy meet a flood."""
+    pool = make_pool(pool_blocks)
+    client = Client(pool)
+    for _ in range(30):
+        for number in range(prompts):
+            repeat_whole(client, f"hot {number}", length)
+    assert pool.computecache.model.trips == 0
+    kept = 0
+    for day in range(5):
+        for number in range(pool_blocks * 12 // 10 // 60):
+            client.run(f"flood {day} {number}", 60)
+        kept += sum(repeat_whole(client, f"hot {number}", length) for number in range(prompts))
+    assert kept > 0.9 * 5 * prompts * (length - 1)
+    assert pool.computecache.model.trips == 0
+
+
+def fresh_words(policy):
+    return sum(bool(word & policy_module.FRESH) for word in policy._words)
+
+
+def test_a_sort_that_fails_leaves_the_books_in_order():
+    pool = make_pool(512)
+    client = Client(pool)
+    for day in range(20):
+        for blocks in [client.start(f"{day} {number}", 40) for number in range(12)]:
+            client.finish(blocks)
+        pinned = free_blocks(pool)[-1]
+        pinned.ref_cnt = 1
+        pool.free_blocks(pool.get_new_blocks(1))
+        pinned.ref_cnt = 0
+        assert pool.computecache.model.unobserved == fresh_words(pool.computecache)
+    assert pool.computecache.fallbacks == 20
+    assert pool.computecache.enabled  # a decision succeeded between any two of them
+
+
+def test_failures_in_the_eviction_hook_alone_switch_the_policy_off():
+    pool = make_pool(1024)
+    client = Client(pool)
+    for number in range(10):
+        client.run(f"a {number}", 100)
+    for blocks in [client.start(f"b {number}", 90) for number in range(11)]:
+        client.finish(blocks)
+    free_blocks(pool)[-5].ref_cnt = 1
+    for _ in range(40):
+        pool.free_blocks(pool.get_new_blocks(1))
+    policy = pool.computecache
+    assert not policy.enabled
+    assert policy.fallbacks == policy_module.MAX_FALLBACKS
+
+
+def test_the_null_block_is_never_a_victim():
+    pool = make_pool(64)
+    Client(pool).run("a", 4)
+    for _ in range(8):
+        pool.evict_blocks({0})
+    check(pool)
+    assert pool.computecache.counters.victims_unhashed == 4
+
+
+def test_blocks_invalidated_where_they_stand_are_victims_without_a_hash():
+    pool = make_pool(64)
+    client = Client(pool)
+    client.run("a", 20)
+    client.run("a", 20)
+    for _ in range(31):
+        pool.free_blocks(pool.get_new_blocks(1))
+    reused = client.hit("a", 20)
+    pool.evict_blocks({block.block_id for block in reused})
+    before = pool.computecache.counters.victims_unhashed
+    pool.get_new_blocks(63)
+    counters = pool.computecache.counters
+    assert counters.victims_reused == 0
+    assert counters.victims_unhashed - before >= len(reused) == 20
 
 
 def test_watched_blocks_go_last_and_tell_their_watcher():

@@ -109,7 +109,7 @@ class Counters:
     victims_unhashed: int = 0
     victims_never_reused: int = 0
     victims_reused: int = 0
-    victims_protected: int = 0
+    victims_protected: int = 0  # that had been sorted; the hook cannot tell others
     protected_hits: int = 0  # hits on blocks older than LRU's estimated horizon
     lru_guard_trips: int = 0  # times that measured reuse did worse than LRU
 
@@ -256,6 +256,7 @@ class ReuseModel:
                 tag = crc32(block_hash)
             except TypeError:  # no bytes
                 tag = hash(block_hash) % 2**32
+            tag = tag or 1
             slot = tag % slots
             known, before = tags[slot], last[slot]
             tags[slot], last[slot] = tag, latest
@@ -279,7 +280,7 @@ class ReuseModel:
                 self._lead_now += (age <= self.lru_horizon) - hit
 
     def settle(self) -> None:
-        """Once a decision: weigh the hits compared since. Those of one chain are one event.
+        """Once a decision: weigh the hits compared since the last one, as one event.
 
         LRU's lead, a decaying sum, is more than chance above one standard deviation (the
         root of the squared leads of events) and half a per cent of the hits compared.
@@ -294,12 +295,13 @@ class ReuseModel:
         self._compared_now = self._lead_now = 0
         noise = GUARD_SIGMAS * self._variance**0.5 + GUARD_SHARE * self._compared
         if self._compared > GUARD_LEAST and self._lead > noise and not self.lru:
+            pools = GUARD_POOLS
             if not self.demotes:  # demotion was not the reason
                 self.lru = True
-                self._guard_pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
+                self._guard_pools = pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
             self.demotes = False
             self.trips += 1
-            self._guarded_until = self.now + self._guard_pools * self.pool_units
+            self._guarded_until = self.now + pools * self.pool_units
             self._lead = self._variance = self._compared = 0.0
 
     def _fit(self) -> None:
@@ -412,7 +414,7 @@ SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
 PLACES = 5
 LET_THROUGH_SHARE = 1 / 8  # of never reused allocations, drawn at random, that are not demoted
 SAVED_SCANS, SAVED_BLOCKS = 16, 1024  # scan limits, and blocks, that are sorted late at a time
-MAX_FALLBACKS = 8  # decisions failing in a row after which the policy switches itself off
+MAX_FALLBACKS = 8  # failures, one decision after another, that switch the policy off
 SHARED_UNITS = 8  # a touch of a block in use is reuse if its last use is this old
 
 
@@ -503,11 +505,12 @@ class ComputeCachePolicy:
 
     def reset(self) -> None:
         """The prefix cache was emptied: every block is unsorted, nothing is remembered."""
-        self._words = [0] * (self.num_blocks if self.enabled else 0)
+        self._words = [UNHASHED] * (self.num_blocks if self.enabled else 0)
         self._queue = None
         self._forget_lists()
         self.model.reset()
         self._trips = self._failed = 0
+        self._fallbacks_before = self.counters.fallbacks
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
         self._same: dict[int, int] = {}  # the words of this clock unit, each one object
         self._taken = REUSED << KIND_SHIFT  # the word of a block that is taken back
@@ -588,10 +591,13 @@ class ComputeCachePolicy:
     def on_evicted(self, block: Any) -> None:
         """`block` loses its hash: handed out, or invalidated where it stands."""
         words = self._words  # none in lru mode
-        if not words or block.ref_cnt or block.next_free_block is not None:
-            return  # invalidated where it stands: it is found without a hash in its turn
+        if not words or block.ref_cnt:
+            return
         block_id = block.block_id
         word = words[block_id]
+        if block.next_free_block is not None:  # it keeps its place in the queue
+            words[block_id] = self._one(word | UNHASHED)
+            return
         words[block_id] = self._fresh
         if word & UNUSUAL:
             self._correct(word, block)
@@ -600,10 +606,14 @@ class ComputeCachePolicy:
 
     def _correct(self, word: int, block: Any) -> None:
         """The decision counted its victims as never reused and observed: this one was not."""
+        if block.is_null:  # never handed out
+            self._words[block.block_id] = word
+            return
         counters = self.counters
         unhashed = word & UNHASHED
-        if word & FRESH:  # taken before it was sorted
+        if word & FRESH:
             self.model.unobserved -= 1
+        if not word & PLACE_MASK:  # taken before it was sorted
             unhashed = block.block_hash is None
         if word & WATCHED:
             counters.victims_protected += 1
@@ -643,6 +653,9 @@ class ComputeCachePolicy:
         counters.decisions += 1
         counters.victims_never_reused += num_blocks  # until on_evicted sees what they are
         self.model.unobserved += num_blocks
+        if counters.fallbacks == self._fallbacks_before:
+            self._failed = 0  # none since the decision before
+        self._fallbacks_before = counters.fallbacks
         if self.settings.scan_limit > 1:
             try:
                 if self._queue is not queue:
@@ -651,7 +664,6 @@ class ComputeCachePolicy:
                     self._ends = [queue.fake_free_list_head] * (PLACES + 1)
                 self._protected = protected_block_ids
                 self._decide(num_blocks)
-                self._failed = 0
             except Exception:
                 self._fall_back("a decision")
         log_every = self.settings.log_every
@@ -681,11 +693,11 @@ class ComputeCachePolicy:
         now = self._clock // model.unit
         if now != model.now:
             model.advance(now)
-            counters.lru_guard_trips += model.trips - self._trips
-            self._trips = model.trips
             self._same.clear()
             self._taken = self._one(now << STAMP_SHIFT | REUSED << KIND_SHIFT)
         model.settle()
+        counters.lru_guard_trips += model.trips - self._trips
+        self._trips = model.trips
         if self._reuse_since_decision:
             model.reuse_events += 1
         fresh = now << STAMP_SHIFT | FRESH
@@ -703,6 +715,7 @@ class ComputeCachePolicy:
             absorbed, complete = self._absorb_front(budget)
             if not complete:  # more of them than the decision needs: it takes these
                 counters.inspected_blocks += absorbed
+                self._saved = min(self._saved + num_blocks, self.num_blocks)
                 return
         self._moved = False
         budget -= absorbed
@@ -769,60 +782,65 @@ class ComputeCachePolicy:
         kind = used = looked = fresh = fresh_from = unobserved = unhashed = 0
         plain = False
         last_word = None
-        for looked in range(budget):
-            if block is tail:
-                break
-            if block.ref_cnt:
-                raise QueueError(f"block {block.block_id} is in use")
-            block_id = block.block_id
-            word = words[block_id]
-            if word is not last_word:  # else the same as for the block before
-                if sample:
-                    model.observe(sample, kind, used, False)
-                    sample = []
-                last_word = word
-                if fresh:
-                    unobserved += looked - fresh_from
-                fresh, fresh_from = word & FRESH, looked
-                kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
-                hashed_place = self._place(kind, word & LET_THROUGH)
-                sorted_word = model.now << STAMP_SHIFT | kind << KIND_SHIFT
-                hashed_word = one(sorted_word | hashed_place)
-                plain = False  # a hashed block goes to hashed_place, as the one before it did
-            block_hash = block.block_hash
-            if plain and block_hash is not None:
-                words[block_id] = hashed_word
-                before = block
-            else:
-                if block_hash is None:
-                    place, kept = SPENT, UNHASHED
+        try:
+            for looked in range(budget):
+                if block is tail:
+                    break
+                if block.ref_cnt:
+                    raise QueueError(f"block {block.block_id} is in use")
+                block_id = block.block_id
+                word = words[block_id]
+                if word is not last_word:  # else the same as for the block before
+                    if sample:
+                        model.observe(sample, kind, used, False)
+                        sample = []
+                    last_word = word
+                    if fresh:
+                        unobserved += looked - fresh_from
+                    fresh, fresh_from = word & FRESH, looked
+                    kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
+                    hashed_place = self._place(kind, word & LET_THROUGH)
+                    sorted_word = model.now << STAMP_SHIFT | kind << KIND_SHIFT
+                    hashed_word = one(sorted_word | hashed_place)
+                    plain = False  # a hashed block goes to hashed_place, as the one before it did
+                block_hash = block.block_hash
+                if plain and block_hash is not None:
+                    words[block_id] = hashed_word
+                    before = block
                 else:
-                    place, kept = hashed_place, 0
-                    if place < before_place and self._is_parent(block, before):
-                        place = before_place
-                    before, before_place = block, place
-                if watched and block_id in watched:
-                    place, kept = PROTECTED, WATCHED
-                unhashed += kept == UNHASHED
-                words[block_id] = one(sorted_word | kept | place)
-                if place != run_place:
-                    if run_place:
-                        runs.append((first, block.prev_free_block, looked - start, run_place))
-                        first, start = block, looked
-                    run_place = place
-                plain = place == hashed_place >= before_place and not watched
-            if fresh and not hash(block_hash) & mask and block_hash is not None:
-                sample.append(block_hash)
-            block = block.next_free_block
-        else:
-            looked = budget
+                    if block_hash is None:
+                        place, kept = SPENT, UNHASHED
+                    else:
+                        place, kept = hashed_place, 0
+                        if place < before_place and self._is_parent(block, before):
+                            place = before_place
+                        before, before_place = block, place
+                    if watched and block_id in watched:
+                        place, kept = PROTECTED, WATCHED
+                    unhashed += kept == UNHASHED
+                    words[block_id] = one(sorted_word | kept | place)
+                    if place != run_place:
+                        if run_place:
+                            runs.append((first, block.prev_free_block, looked - start, run_place))
+                            first, start = block, looked
+                        run_place = place
+                    plain = place == hashed_place >= before_place and not watched
+                if fresh and not hash(block_hash) & mask and block_hash is not None:
+                    if _has_older_copy(block):
+                        model.observe((block_hash,), kind, used, None)
+                    else:
+                        sample.append(block_hash)
+                block = block.next_free_block
+            else:
+                looked = budget
+        finally:  # their words say so already
+            if fresh:
+                unobserved += looked - fresh_from
+            model.unobserved -= unobserved
         runs.append((first, block.prev_free_block, looked - start, run_place))
-        if fresh:
-            unobserved += looked - fresh_from
         for run in runs:
             self._move(*run)
         self._before = before, before_place
-        model.unobserved -= unobserved
         if sample:
             model.observe(sample, kind, used, False)
         demoted = sum(length for _, _, length, place in runs if place == SPENT)
@@ -974,6 +992,17 @@ class ComputeCachePolicy:
             if ends[later] is not old:
                 break
             ends[later] = new
+
+
+def _has_older_copy(block: Any) -> bool:
+    """Whether another block has the same hash: it was computed again though it was cached.
+
+    vLLM does so with the last block of a prompt that it has whole, whatever the policy.
+    """
+    pool = getattr(block, "pool", None)
+    return pool is not None and (
+        pool.cached_block_hash_to_block.get_one_block(block.block_hash) is not block
+    )
 
 
 def _next(block: Any) -> Any:
