@@ -45,7 +45,7 @@ COUNTERS = {
     "protected_hits": "Prefix hits on blocks older than the age at which LRU evicts.",
     "sorted_blocks": "Freed blocks sorted into a list beside the decisions, one for each eviction.",
     "demoted_blocks": "Never reused blocks put first in line when they were sorted.",
-    "lru_guard_trips": "Times the policy fell back to LRU order because that measured better.",
+    "lru_guard_trips": "Times LRU measured better: the first ends demotion, the next the policy.",
 }
 VICTIM_CLASSES = ("unhashed", "never_reused", "reused", "protected")
 
