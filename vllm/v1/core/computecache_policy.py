@@ -136,7 +136,8 @@ DEPTH_TOKENS = 32768  # see Settings.depth_weight
 
 def age_bin(age: int) -> int:
     """Half-octave bin of an age in clock units: 0 for 0, then 1 for each factor of sqrt 2."""
-    return min((age * age).bit_length(), BINS - 1)
+    number = (age * age).bit_length()
+    return number if number < BINS else BINS - 1
 
 
 def _bin_starts() -> list[int]:
@@ -218,7 +219,7 @@ class ReuseModel:
         self._guarded_until = 0
         self._guard_pools = GUARD_POOLS
         self._lead = self._variance = self._compared = 0.0
-        self._compared_now = self._lead_now = 0
+        self.compared_now = self._lead_now = 0
         never, again = [0.0] * BINS, [1.0] * BINS
         self.index = [never, never, again]  # until measured: never reused go first
         self.keep = [never, never, again]
@@ -276,33 +277,35 @@ class ReuseModel:
                 self._hits[was][number] += 1
                 if self._horizon_at != self._cohort:
                     self.find_horizon()
-                self._compared_now += 1
+                self.compared_now += 1
                 self._lead_now += (age <= self.lru_horizon) - hit
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Once a decision: weigh the hits compared since the last one, as one event.
+
+        Returns whether the guard trips.
 
         LRU's lead, a decaying sum, is more than chance above one standard deviation (the
         root of the squared leads of events) and half a per cent of the hits compared.
         """
-        if not self._compared_now:
-            return
-        decay = self._guard_decay**self._compared_now
+        decay = self._guard_decay**self.compared_now
         lead = self._lead_now
         self._lead = self._lead * decay + lead
         self._variance = self._variance * decay + lead * lead
-        self._compared = self._compared * decay + self._compared_now
-        self._compared_now = self._lead_now = 0
+        self._compared = self._compared * decay + self.compared_now
+        self.compared_now = self._lead_now = 0
         noise = GUARD_SIGMAS * self._variance**0.5 + GUARD_SHARE * self._compared
-        if self._compared > GUARD_LEAST and self._lead > noise and not self.lru:
-            pools = GUARD_POOLS
-            if not self.demotes:  # demotion was not the reason
-                self.lru = True
-                self._guard_pools = pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
-            self.demotes = False
-            self.trips += 1
-            self._guarded_until = self.now + pools * self.pool_units
-            self._lead = self._variance = self._compared = 0.0
+        if self._compared <= GUARD_LEAST or self._lead <= noise or self.lru:
+            return False
+        pools = GUARD_POOLS
+        if not self.demotes:  # demotion was not the reason
+            self.lru = True
+            self._guard_pools = pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
+        self.demotes = False
+        self.trips += 1
+        self._guarded_until = self.now + pools * self.pool_units
+        self._lead = self._variance = self._compared = 0.0
+        return True
 
     def _fit(self) -> None:
         if not self.demotes and self.now >= self._guarded_until:
@@ -445,7 +448,7 @@ class ComputeCachePolicy:
     that have not paid yet do so later, at most 1,024 at a time. Moving a run of blocks is
     one splice. Only reset, the first decision after it and a fallback are proportional to
     the pool. Once per pool's worth of allocations the model is refitted, a fixed number
-    of operations. Memory: 8 bytes a block, and the model.
+    of operations. Memory: 8 bytes a block, 32 for each different word, and the model.
 
     Differs from LRU only in which list gives the victim. In guarded LRU order the oldest
     front goes first, to within one clock unit (1/256 of the pool). Not promised: to tell
@@ -509,8 +512,7 @@ class ComputeCachePolicy:
         self._queue = None
         self._forget_lists()
         self.model.reset()
-        self._trips = self._failed = 0
-        self._fallbacks_before = self.counters.fallbacks
+        self._failed = self._failed_at = 0  # failures in a row, decision of the last one
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
         self._same: dict[int, int] = {}  # the words of this clock unit, each one object
         self._taken = REUSED << KIND_SHIFT  # the word of a block that is taken back
@@ -653,9 +655,6 @@ class ComputeCachePolicy:
         counters.decisions += 1
         counters.victims_never_reused += num_blocks  # until on_evicted sees what they are
         self.model.unobserved += num_blocks
-        if counters.fallbacks == self._fallbacks_before:
-            self._failed = 0  # none since the decision before
-        self._fallbacks_before = counters.fallbacks
         if self.settings.scan_limit > 1:
             try:
                 if self._queue is not queue:
@@ -680,7 +679,9 @@ class ComputeCachePolicy:
                 " own order. Serving goes on.",
                 where,
             )
-        self._failed += 1
+        decision = self.counters.decisions
+        self._failed = self._failed + 1 if decision - self._failed_at < 2 else 1
+        self._failed_at = decision
         if self._failed == MAX_FALLBACKS:
             self.enabled = False
             logger.error("ComputeCache: %d failures in a row: off from now on.", self._failed)
@@ -695,9 +696,8 @@ class ComputeCachePolicy:
             model.advance(now)
             self._same.clear()
             self._taken = self._one(now << STAMP_SHIFT | REUSED << KIND_SHIFT)
-        model.settle()
-        counters.lru_guard_trips += model.trips - self._trips
-        self._trips = model.trips
+        if model.compared_now and model.settle():
+            counters.lru_guard_trips += 1
         if self._reuse_since_decision:
             model.reuse_events += 1
         fresh = now << STAMP_SHIFT | FRESH
@@ -720,7 +720,8 @@ class ComputeCachePolicy:
         self._moved = False
         budget -= absorbed
         # Only sort a few where there is no need to touch reused blocks.
-        spare = sum(counts[SPENT : FIRST_LIST + REUSED]) >= num_blocks
+        _, spent, cold, continuing, *_ = counts
+        spare = spent + cold + continuing >= num_blocks
         newly_sorted = self._sort(min(budget, self.settings.scan_limit - 1) if spare else budget)
         walked = self._choose(num_blocks, budget - newly_sorted)
         counters.inspected_blocks += absorbed + newly_sorted + walked
@@ -775,6 +776,8 @@ class ComputeCachePolicy:
         words, model, one = self._words, self.model, self._one
         mask = model.mask
         watched = self._protected or None
+        pool = getattr(block, "pool", None)
+        lookup = None if pool is None else pool.cached_block_hash_to_block.get_one_block
         before, before_place = self._before  # the hashed block sorted before, and where to
         sample: list[Any] = []  # hashes to follow, of blocks with the same word
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
@@ -826,7 +829,9 @@ class ComputeCachePolicy:
                         run_place = place
                     plain = place == hashed_place >= before_place and not watched
                 if fresh and not hash(block_hash) & mask and block_hash is not None:
-                    if _has_older_copy(block):
+                    # vLLM computes the last block of a prompt that it has whole again, whatever
+                    # the policy: where there is an older copy, that says nothing.
+                    if lookup and lookup(block_hash) is not block:
                         model.observe((block_hash,), kind, used, None)
                     else:
                         sample.append(block_hash)
@@ -884,9 +889,9 @@ class ComputeCachePolicy:
         """
         words, counts, ends = self._words, self._counts, self._ends
         head = ends[0]
-        spent = min(num_blocks, counts[SPENT])
+        spent = counts[SPENT] if counts[SPENT] < num_blocks else num_blocks
         need = num_blocks - spent
-        only_cold = not any(counts[FIRST_LIST + 1 : PROTECTED])
+        only_cold = not (counts[FIRST_LIST + CONTINUING] or counts[FIRST_LIST + REUSED])
         if not need or (only_cold and need < counts[FIRST_LIST]):
             counts[SPENT] -= spent  # the first in the queue as it is
             counts[FIRST_LIST] -= need
@@ -992,17 +997,6 @@ class ComputeCachePolicy:
             if ends[later] is not old:
                 break
             ends[later] = new
-
-
-def _has_older_copy(block: Any) -> bool:
-    """Whether another block has the same hash: it was computed again though it was cached.
-
-    vLLM does so with the last block of a prompt that it has whole, whatever the policy.
-    """
-    pool = getattr(block, "pool", None)
-    return pool is not None and (
-        pool.cached_block_hash_to_block.get_one_block(block.block_hash) is not block
-    )
 
 
 def _next(block: Any) -> Any:
