@@ -122,7 +122,7 @@ COHORTS_PER_POOL, COHORTS = 16, 128
 SAMPLED_POOL = 1024  # blocks of the pool that the sample stands for, at least
 MAX_SAMPLE_RATE = 64  # one block hash in this many is followed, at most
 HISTORY_POOLS = 8  # the sample remembers this many pools' worth of hashes
-LEAST_SLOTS = 512
+LEAST_SLOTS = 512  # of the directory
 SHRINKAGE = 256.0  # observations by which a kind's reuse is pulled to the overall one
 PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
 DECAY = 0.7  # of all evidence, per pool's worth of allocations
@@ -244,7 +244,8 @@ class ReuseModel:
     def observe(self, hashes: Sequence[Any], kind: int, stamp: int, hit: bool | None) -> None:
         """Sampled hashes were referenced at `stamp`; `hit` says if the pool still had them.
 
-        None: they were in use, which says nothing about the worth of keeping free blocks.
+        None: that says nothing about the worth of keeping free blocks, for they were in use,
+        or computed again while a copy was cached.
         """
         tags, last, slots = self._tags, self._last, len(self._tags)
         live, units, forgotten = self._live, self._cohort_units, self._forgotten
@@ -281,9 +282,7 @@ class ReuseModel:
                 self._lead_now += (age <= self.lru_horizon) - hit
 
     def settle(self) -> bool:
-        """Once a decision: weigh the hits compared since the last one, as one event.
-
-        Returns whether the guard trips.
+        """Once a decision: weigh the hits compared since, as one event. Whether the guard trips.
 
         LRU's lead, a decaying sum, is more than chance above one standard deviation (the
         root of the squared leads of events) and half a per cent of the hits compared.
