@@ -11,7 +11,6 @@ others to show the spread. Exit status 0: all bars hold; 1: a bar is missed; 2: 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from replay_trace import (
     add_common_arguments,
     check_common_arguments,
     quiet_vllm,
+    replay_anew,
     run_cells,
     try_policy,
 )
@@ -60,23 +60,16 @@ def trace_paths(directory: Path, scratch: Path) -> list[Path]:
     return paths
 
 
-def spread(paths: list[Path], scratch: Path, arguments: argparse.Namespace) -> list[dict]:
-    """The bars on whole traces, replayed under each hash seed of --spread in a new process."""
+def spread(paths: list[Path], arguments: argparse.Namespace) -> list[dict]:
+    """The bars on whole traces, replayed under each hash seed of --spread."""
+    options = [*map(str, paths), "--mode", "lru,active"]
+    options += ["--capacity", ",".join(map(str, CAPACITIES))]
+    options += ["--scan-limit", ",".join(map(str, SCAN_LIMITS))]
+    options += ["--concurrency", str(arguments.concurrency), "--workers", str(arguments.workers)]
+    options += ["--policy", str(arguments.policy)] if arguments.policy else []
     found = []
     for seed in arguments.spread:
-        result = scratch / f"spread-{seed}.json"
-        command = [sys.executable, str(Path(__file__).with_name("replay_trace.py"))]
-        command += [*map(str, paths), "--mode", "lru,active", "--json", str(result)]
-        command += ["--capacity", ",".join(map(str, CAPACITIES))]
-        command += ["--scan-limit", ",".join(map(str, SCAN_LIMITS))]
-        command += ["--concurrency", str(arguments.concurrency)]
-        command += ["--workers", str(arguments.workers)]
-        command += ["--policy", str(arguments.policy)] if arguments.policy else []
-        environ = {**os.environ, "PYTHONHASHSEED": str(seed)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
-        rows = [{**row, "half": "all"} for row in json.loads(result.read_text())]
+        rows = [{**row, "half": "all"} for row in replay_anew(seed, options)]
         found.append({"hash_seed": seed, "bars": trace_bars(rows, "all")})
     return found
 
@@ -262,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
             rows = [
                 row for half in arguments.halves for row in replay_matrix(traces, half, arguments)
             ]
-            spreads = spread(paths, Path(scratch), arguments)
+            spreads = spread(paths, arguments)
     except (TraceError, OSError, RuntimeError, ImportError, ValueError) as error:
         print(f"evaluate_policy: {error}", file=sys.stderr)
         return 2

@@ -9,15 +9,14 @@ docs/experiments.md. Exit status 0; 2: an edit no longer fits or a replay failed
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from policy_report import replace_section
+from replay_trace import replay_anew
 from traces import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,24 +149,14 @@ def variant(experiment: Experiment) -> str:
 
 
 def run(experiment: Experiment, traces: list[Path], scan_limit: int, folder: Path) -> dict:
-    policy, result = folder / "policy.py", folder / "result.json"
+    policy = folder / "policy.py"
     policy.write_text(variant(experiment))
-    command = [sys.executable, str(ROOT / "tools/replay_trace.py"), *map(str, traces)]
-    command += ["--capacity", CAPACITIES, "--mode", "lru,active"]
-    command += ["--scan-limit", str(scan_limit), "--policy", str(policy), "--json", str(result)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "0"}, **quiet)
-    cells = json.loads(result.read_text())
-    cells = cells["cells"] if isinstance(cells, dict) else cells
-    ratio = {
-        (cell["trace"], cell["capacity_blocks"], cell["mode"]): cell["hit_blocks"]
-        / cell["referenced_blocks"]
-        for cell in cells
-    }
+    options = [*map(str, traces), "--capacity", CAPACITIES, "--mode", "lru,active"]
+    options += ["--scan-limit", str(scan_limit), "--policy", str(policy)]
     points: dict[str, list[float]] = {}
-    for (trace, capacity, mode), value in ratio.items():
-        if mode == "active":
-            points.setdefault(trace, []).append(100 * (value - ratio[trace, capacity, "lru"]))
+    for cell in replay_anew(0, options):
+        if cell["mode"] == "active":
+            points.setdefault(cell["trace"], []).append(cell["points_over_lru"])
     return {**asdict(experiment), "scan_limit": scan_limit, "points_over_lru": points}
 
 
@@ -206,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
             for experiment in EXPERIMENTS:
                 print(experiment.what, file=sys.stderr)
                 rows.append(run(experiment, traces, arguments.scan_limit, folder))
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"experiments: {error}", file=sys.stderr)
         return 2
     page = ROOT / "docs/experiments.md"

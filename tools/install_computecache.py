@@ -91,14 +91,14 @@ HOOKS = (
     ),
     Hook(
         "eviction",
-        before="        if (policy := self.computecache).enabled:\n"
-        "            policy.on_evicted(block)\n",
+        before="        if self.computecache.enabled:\n"
+        "            self.computecache.on_evicted(block)\n",
         anchor="        evicted_hashes = self._remove_cached_block_hashes(block)\n",
     ),
     Hook(
         "access",
-        before="            if (policy := self.computecache).enabled:\n"
-        "                policy.on_access(block)\n",
+        before="            if self.computecache.enabled:\n"
+        "                self.computecache.on_access(block)\n",
         anchor="            # ref_cnt=0 means this block is in the free list (i.e. eviction\n",
     ),
     Hook(

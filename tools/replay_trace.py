@@ -17,7 +17,9 @@ import json
 import math
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -280,6 +282,21 @@ def run_cells(traces: Sequence[Trace], cells: Sequence[Cell], workers: int) -> l
         gc.unfreeze()
     compare(rows)
     return rows
+
+
+def replay_anew(hash_seed: int, arguments: Sequence[str]) -> list[dict]:
+    """The cells of this program's ``arguments`` in a new process under a PYTHONHASHSEED.
+
+    The seed chooses the hashes that the policy samples. Raises RuntimeError if it fails.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        cells = Path(scratch, "cells.json")
+        command = [sys.executable, __file__, *arguments, "--json", str(cells)]
+        environ = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
+        return json.loads(cells.read_text())
 
 
 def quiet_vllm() -> None:

@@ -61,13 +61,13 @@ class Pool:
 
         ret: list[KVCacheBlock] = self.free_block_queue.popleft_n(num_blocks)
     def evict(self, block):
-        if (policy := self.computecache).enabled:
-            policy.on_evicted(block)
+        if self.computecache.enabled:
+            self.computecache.on_evicted(block)
         evicted_hashes = self._remove_cached_block_hashes(block)
     def touch(self, blocks):
         for block in blocks:
-            if (policy := self.computecache).enabled:
-                policy.on_access(block)
+            if self.computecache.enabled:
+                self.computecache.on_access(block)
             # ref_cnt=0 means this block is in the free list (i.e. eviction
             block.ref_cnt += 1
     def reset_prefix_cache(self):

@@ -136,8 +136,7 @@ DEPTH_TOKENS = 32768  # see Settings.depth_weight
 
 def age_bin(age: int) -> int:
     """Half-octave bin of an age in clock units: 0 for 0, then 1 for each factor of sqrt 2."""
-    number = (age * age).bit_length()
-    return number if number < BINS else BINS - 1
+    return min((age * age).bit_length(), BINS - 1)
 
 
 def _bin_starts() -> list[int]:
@@ -269,13 +268,10 @@ class ReuseModel:
             cohort = cohort % COHORTS if cohort > forgotten else COHORTS
             live[was][cohort] -= 1
             age = stamp - before if stamp > before else 0
-            number = (age * age).bit_length()  # age_bin, written out
-            if number >= BINS:
-                number = BINS - 1
             if known != tag:
-                self._lost[was][number] += 1
+                self._lost[was][age_bin(age)] += 1
             elif hit is not None:
-                self._hits[was][number] += 1
+                self._hits[was][age_bin(age)] += 1
                 if self._horizon_at != self._cohort:
                     self.find_horizon()
                 self.compared_now += 1
@@ -520,10 +516,8 @@ class ComputeCachePolicy:
         self._hit_since_decision = self._reuse_since_decision = False
 
     def _forget_lists(self) -> None:
-        words = self._words
         if self._queue is not None:
-            for block_id in range(len(words)):
-                words[block_id] &= ~PLACE_MASK
+            self._words = [self._one(word & ~PLACE_MASK) for word in self._words]
         self._counts = [0] * (PLACES + 1)
         self._ends: list[Any] = []  # last block up to the end of each place; [0] is the head
         self._queue: Any = None  # the one that the lists are in
@@ -781,7 +775,7 @@ class ComputeCachePolicy:
         sample: list[Any] = []  # hashes to follow, of blocks with the same word
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
         first, start, run_place = block, 0, 0
-        kind = used = looked = fresh = fresh_from = unobserved = unhashed = 0
+        kind = used = looked = fresh = fresh_from = unhashed = 0
         plain = False
         last_word = None
         try:
@@ -798,7 +792,7 @@ class ComputeCachePolicy:
                         sample = []
                     last_word = word
                     if fresh:
-                        unobserved += looked - fresh_from
+                        model.unobserved -= looked - fresh_from
                     fresh, fresh_from = word & FRESH, looked
                     kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
                     hashed_place = self._place(kind, word & LET_THROUGH)
@@ -839,8 +833,7 @@ class ComputeCachePolicy:
                 looked = budget
         finally:  # their words say so already
             if fresh:
-                unobserved += looked - fresh_from
-            model.unobserved -= unobserved
+                model.unobserved -= looked - fresh_from
         runs.append((first, block.prev_free_block, looked - start, run_place))
         for run in runs:
             self._move(*run)
@@ -888,23 +881,16 @@ class ComputeCachePolicy:
         """
         words, counts, ends = self._words, self._counts, self._ends
         head = ends[0]
-        spent = counts[SPENT] if counts[SPENT] < num_blocks else num_blocks
+        spent = min(num_blocks, counts[SPENT])
         need = num_blocks - spent
-        only_cold = not (counts[FIRST_LIST + CONTINUING] or counts[FIRST_LIST + REUSED])
-        if not need or (only_cold and need < counts[FIRST_LIST]):
-            counts[SPENT] -= spent  # the first in the queue as it is
-            counts[FIRST_LIST] -= need
-            if spent and not counts[SPENT]:
-                self._set_end(SPENT, ends[SPENT], head)
-            return 0
+        if need < counts[FIRST_LIST] and not any(counts[FIRST_LIST + CONTINUING : PROTECTED]):
+            counts[FIRST_LIST] -= need  # the next in the queue as it is
+            need = 0
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
         walked = 0
         left = list(counts)
-        fronts = {
-            place: ends[place - 1].next_free_block
-            for place in range(FIRST_LIST, PROTECTED)
-            if counts[place]
-        }
+        places = range(FIRST_LIST, PROTECTED) if need else ()
+        fronts = {place: ends[place - 1].next_free_block for place in places if counts[place]}
         while need and fronts:
             place, limit = self._lowest(fronts) if walked < budget else (min(fronts), None)
             first = block = fronts[place]
