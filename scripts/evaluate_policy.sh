@@ -4,5 +4,4 @@
 # docs/policy.md. Options are those of tools/evaluate_policy.py (--help lists them).
 set -eu
 cd "$(dirname "$0")/.."
-export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
 exec "${PYTHON:-.venv/bin/python}" tools/evaluate_policy.py "$@"

@@ -3,14 +3,13 @@
 """Hold the active policy against its bars: traces, floods and drifts on the real BlockPool.
 
 Writes every cell and the verdict to docs/results/policy.json and the tables between the
-markers in docs/policy.md. Which hashes are sampled depends on Python's hash seed, so
-scripts/evaluate_policy.sh sets PYTHONHASHSEED=0, and the traces are replayed once more under
-others to show the spread. Exit status 0: all bars hold; 1: a bar is missed; 2: no verdict.
+markers in docs/policy.md. The lab's block hashes have a seed, which chooses the sampled ones;
+the policy is replayed once more under others to show the spread. Exit status 0: all bars
+hold; 1: a bar is missed; 2: no verdict.
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -18,12 +17,12 @@ from pathlib import Path
 
 import make_trace
 from policy_report import render, replace_section
+from replay_report import compare
 from replay_trace import (
     Cell,
     add_common_arguments,
     check_common_arguments,
     quiet_vllm,
-    replay_anew,
     run_cells,
     try_policy,
 )
@@ -60,32 +59,34 @@ def trace_paths(directory: Path, scratch: Path) -> list[Path]:
     return paths
 
 
-def spread(paths: list[Path], arguments: argparse.Namespace) -> list[dict]:
-    """The bars on whole traces, replayed under each hash seed of --spread."""
-    options = [*map(str, paths), "--mode", "lru,active"]
-    options += ["--capacity", ",".join(map(str, CAPACITIES))]
-    options += ["--scan-limit", ",".join(map(str, SCAN_LIMITS))]
-    options += ["--concurrency", str(arguments.concurrency), "--workers", str(arguments.workers)]
-    options += ["--policy", str(arguments.policy)] if arguments.policy else []
-    found = []
-    for seed in arguments.spread:
-        rows = [{**row, "half": "all"} for row in replay_anew(seed, options)]
-        found.append({"hash_seed": seed, "bars": trace_bars(rows, "all")})
-    return found
-
-
-def replay_matrix(traces: list[Trace], half: str, arguments: argparse.Namespace) -> list[dict]:
-    """Every trace at every capacity: LRU, the optimum, peers and the policy per scan limit."""
-    modes = [("lru", None), ("optimum", None), *((peer, None) for peer in arguments.peer)]
-    modes += [("active", limit) for limit in SCAN_LIMITS]
+def replay_matrix(
+    traces: list[Trace],
+    half: str,
+    arguments: argparse.Namespace,
+    modes: list[str],
+    hash_seed: int = 0,
+) -> list[dict]:
+    """Every trace at every capacity: the policy per scan limit, and the ``modes`` beside it."""
+    variants = [(mode, None) for mode in modes] + [("active", limit) for limit in SCAN_LIMITS]
     cells = [
-        Cell(index, capacity, mode, limit, arguments.concurrency)
+        Cell(index, capacity, mode, limit, arguments.concurrency, hash_seed)
         for index in range(len(traces))
         for capacity in CAPACITIES
-        for mode, limit in modes
+        for mode, limit in variants
     ]
     rows = run_cells([half_of(trace, half) for trace in traces], cells, arguments.workers)
     return [{"half": half, **row} for row in rows]
+
+
+def spread(traces: list[Trace], arguments: argparse.Namespace, rows: list[dict]) -> list[dict]:
+    """The bars on whole traces under each hash seed of --spread; other modes are in ``rows``."""
+    found = []
+    whole = [row for row in rows if row["half"] == "all" and row["mode"] in ("lru", "optimum")]
+    for seed in arguments.spread if whole else ():
+        rows = whole + replay_matrix(traces, "all", arguments, [], seed)
+        compare(rows)
+        found.append({"hash_seed": seed, "bars": trace_bars(rows, "all")})
+    return found
 
 
 def flood_matrix() -> list[dict]:
@@ -225,7 +226,11 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=root / "docs" / "results" / "policy.json")
     parser.add_argument("--document", type=Path, default=root / "docs" / "policy.md")
     parser.add_argument(
-        "--spread", type=int, nargs="*", default=[1, 2], help="other hash seeds (default 1 2)"
+        "--spread",
+        type=int,
+        nargs="*",
+        default=[1, 2],
+        help="other hash seeds, for --half all (default 1 2)",
     )
     parser.add_argument("--dry-run", action="store_true", help="write no file")
     add_common_arguments(parser)
@@ -252,10 +257,11 @@ def main(argv: list[str] | None = None) -> int:
             paths = trace_paths(arguments.traces_dir, Path(scratch))
             traces = [read_trace(path) for path in paths]
             floods, drifts = flood_matrix(), drift_matrix()
-            rows = [
-                row for half in arguments.halves for row in replay_matrix(traces, half, arguments)
-            ]
-            spreads = spread(paths, arguments)
+            modes = ["lru", "optimum", *arguments.peer]
+            rows = []
+            for half in arguments.halves:
+                rows += replay_matrix(traces, half, arguments, modes)
+            spreads = spread(traces, arguments, rows)
     except (TraceError, OSError, RuntimeError, ImportError, ValueError) as error:
         print(f"evaluate_policy: {error}", file=sys.stderr)
         return 2
@@ -266,7 +272,6 @@ def main(argv: list[str] | None = None) -> int:
     report = {
         "vllm": vllm.__version__,
         "concurrency": arguments.concurrency,
-        "hash_seed": os.environ.get("PYTHONHASHSEED", "random"),
         "bars": bars,
         "spread": spreads,
         "floods": floods,

@@ -154,7 +154,7 @@ def run(experiment: Experiment, traces: list[Path], scan_limit: int, folder: Pat
     options = [*map(str, traces), "--capacity", CAPACITIES, "--mode", "lru,active"]
     options += ["--scan-limit", str(scan_limit), "--policy", str(policy)]
     points: dict[str, list[float]] = {}
-    for cell in replay_anew(0, options):
+    for cell in replay_anew(options):
         if cell["mode"] == "active":
             points.setdefault(cell["trace"], []).append(cell["points_over_lru"])
     return {**asdict(experiment), "scan_limit": scan_limit, "points_over_lru": points}

@@ -12,6 +12,7 @@ The offline optimum and libcachesim's policies can be run on the same requests.
 import argparse
 import contextlib
 import gc
+import hashlib
 import importlib.util
 import json
 import math
@@ -115,14 +116,19 @@ def make_pool(capacity_blocks: int, mode: str, settings: Mapping[str, object]):
 
 
 class Driver:
-    """Plays requests on one pool; the counts cover everything played so far."""
+    """Plays requests on one pool; the counts cover everything played so far.
 
-    def __init__(self, pool, unique_blocks: int, concurrency: int) -> None:
+    Block hashes are SHA-256 digests, as vLLM's own are; ``hash_seed`` makes others of the
+    same blocks. The policy follows a sample of hashes, so it chooses that sample.
+    """
+
+    def __init__(self, pool, unique_blocks: int, concurrency: int, hash_seed: int = 0) -> None:
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
         self.pool = pool
         self.concurrency = concurrency
-        self.hashes = [i.to_bytes(8, "big") for i in range(unique_blocks)]
+        names = (b"%d/%d" % (hash_seed, number) for number in range(unique_blocks))
+        self.hashes = [hashlib.sha256(name).digest() for name in names]
         self.keys = [make_block_hash_with_group_id(h, 0) for h in self.hashes]
         self.running: deque[list] = deque()
         self.hit_blocks = self.decisions = self.allocated_blocks = 0
@@ -183,6 +189,7 @@ def replay(
     mode: str = "lru",
     settings: Mapping[str, object] | None = None,
     concurrency: int = DEFAULT_CONCURRENCY,
+    hash_seed: int = 0,
 ) -> Replay:
     """Replay ``trace`` at one capacity; ``mode`` is one of MODES or of PEERS.
 
@@ -205,7 +212,7 @@ def replay(
         ratio = found / referenced if referenced else 0.0
         return Replay(**common, hit_blocks=hits, reference_hit_ratio=ratio)
     pool = make_pool(capacity_blocks, mode, settings or {})
-    driver = Driver(pool, trace.unique_blocks, concurrency)
+    driver = Driver(pool, trace.unique_blocks, concurrency, hash_seed)
     for request in served:
         driver.play(request)
     driver.finish_all()
@@ -245,6 +252,7 @@ class Cell:
     mode: str
     scan_limit: int | None = None
     concurrency: int = DEFAULT_CONCURRENCY
+    hash_seed: int = 0
 
 
 _traces: list[Trace] = []  # what forked workers read
@@ -254,7 +262,7 @@ def _run_cell(cell: Cell) -> dict:
     trace = _traces[cell.trace]
     settings = {} if cell.scan_limit is None else {"scan_limit": cell.scan_limit}
     blocks = capacity_in_blocks(trace, cell.capacity)
-    result = replay(trace, blocks, cell.mode, settings, cell.concurrency)
+    result = replay(trace, blocks, cell.mode, settings, cell.concurrency, cell.hash_seed)
     return {
         **asdict(result),
         "capacity": cell.capacity,
@@ -284,16 +292,12 @@ def run_cells(traces: Sequence[Trace], cells: Sequence[Cell], workers: int) -> l
     return rows
 
 
-def replay_anew(hash_seed: int, arguments: Sequence[str]) -> list[dict]:
-    """The cells of this program's ``arguments`` in a new process under a PYTHONHASHSEED.
-
-    The seed chooses the hashes that the policy samples. Raises RuntimeError if it fails.
-    """
+def replay_anew(arguments: Sequence[str]) -> list[dict]:
+    """The cells of this program's ``arguments`` in a new process; RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         cells = Path(scratch, "cells.json")
         command = [sys.executable, __file__, *arguments, "--json", str(cells)]
-        environ = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
         return json.loads(cells.read_text())
@@ -364,6 +368,9 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", type=_names(MODES), default=["lru", "active"])
     parser.add_argument("--scan-limit", type=list_of(int, 1), help="list for active")
     parser.add_argument("--half", choices=("first", "second", "all"), default="all")
+    parser.add_argument(
+        "--hash-seed", type=int, default=0, help="of the block hashes: chooses the policy's sample"
+    )
     parser.add_argument("--json", type=Path, help="write the cells to this file, too")
     parser.add_argument("--plot", type=Path, help="draw hit ratio over capacity to this .svg")
     add_common_arguments(parser)
@@ -378,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.policy:
             try_policy(arguments.policy)
         cells = [
-            Cell(index, capacity, mode, limit, arguments.concurrency)
+            Cell(index, capacity, mode, limit, arguments.concurrency, arguments.hash_seed)
             for index in range(len(traces))
             for capacity in arguments.capacity
             for mode in arguments.mode + arguments.peer

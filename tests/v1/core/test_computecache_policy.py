@@ -8,6 +8,7 @@ The queue here is a small one of the same shape as vLLM's; the same properties a
 on vLLM's own BlockPool in test_computecache_block_pool.py.
 """
 
+import hashlib
 import importlib.util
 import logging
 import random
@@ -30,6 +31,11 @@ def load_policy_module():
 
 policy_module = load_policy_module()
 ComputeCachePolicy, Settings = policy_module.ComputeCachePolicy, policy_module.Settings
+
+
+def digest(*numbers):
+    """A block hash: bytes, as uniform as vLLM's."""
+    return hashlib.sha256(repr(numbers).encode()).digest()
 
 
 class Block:
@@ -111,7 +117,7 @@ class Pool:
         chain = self.get(count)
         self.serial += 1
         for depth, block in enumerate(chain):
-            block.block_hash = b"%d/%d" % (self.serial, depth)
+            block.block_hash = digest(self.serial, depth)
             block.block_hash_num_tokens = 16 * (depth + 1)
         return chain
 
@@ -156,7 +162,7 @@ def hashed_queue(count, **settings):
     policy = active(count, **settings)
     blocks = [Block(number) for number in range(count)]
     for block in blocks:
-        block.block_hash = b"%d" % block.block_id
+        block.block_hash = digest(block.block_id)
     return policy, blocks, Queue(blocks)
 
 
@@ -330,7 +336,7 @@ class BoundTest(unittest.TestCase):
                 for block in victims:
                     pool.policy.on_evicted(block)
                     pool.serial += 1
-                    block.block_hash = b"%d" % pool.serial if rng.random() < 0.9 else None
+                    block.block_hash = digest(pool.serial) if rng.random() < 0.9 else None
                     block.ref_cnt = 1
                 inspected = pool.policy.counters.inspected_blocks
                 running.append(victims)
@@ -478,9 +484,9 @@ def fitted(**settings):
     for number in range(300):
         for kind in range(policy_module.KINDS):
             model.advance(number)
-            model.observe([number << 2 | kind], kind, number, False)
+            model.observe([digest(number << 2 | kind)], kind, number, False)
             if number % 4 == 0 and number >= 128:
-                model.observe([number - 128 << 2 | kind], kind, number, True)
+                model.observe([digest(number - 128 << 2 | kind)], kind, number, True)
     model.advance(600)
     return model
 
@@ -548,10 +554,10 @@ class ModelTest(unittest.TestCase):
         model.reuse_events = policy_module.MIN_REUSE_EVENTS
         for number in range(400):
             model.advance(number)
-            model.observe([2 * number], policy_module.COLD, number, False)
-            model.observe([2 * number + 1], policy_module.CONTINUING, number, False)
+            model.observe([digest(2 * number)], policy_module.COLD, number, False)
+            model.observe([digest(2 * number + 1)], policy_module.CONTINUING, number, False)
             if number >= 100:
-                model.observe([2 * number - 199], policy_module.CONTINUING, number, True)
+                model.observe([digest(2 * number - 199)], policy_module.CONTINUING, number, True)
         model.advance(600)
         self.assertGreater(
             model.index[policy_module.CONTINUING][0], model.index[policy_module.COLD][0]
@@ -578,8 +584,8 @@ class ModelTest(unittest.TestCase):
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
         for number in range(1, 4 * policy_module.GUARD_LEAST):
             model.advance(number)
-            model.observe([number], policy_module.COLD, number, False)
-            model.observe([number - 1], policy_module.COLD, number, hits(model))
+            model.observe([digest(number)], policy_module.COLD, number, False)
+            model.observe([digest(number - 1)], policy_module.COLD, number, hits(model))
             if model.compared_now:
                 model.settle()
         return model
@@ -602,7 +608,7 @@ class ModelTest(unittest.TestCase):
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
         for number in range(4000):  # one new block a clock unit
             model.advance(number)
-            model.observe([number * 7919], policy_module.COLD, number, False)
+            model.observe([digest(number * 7919)], policy_module.COLD, number, False)
             if number == 200:
                 model.find_horizon()
                 self.assertEqual(model.lru_horizon, policy_module.EVER)  # nothing had to go yet

@@ -160,8 +160,9 @@ class ReuseModel:
     Kinds: COLD blocks were computed by a request that hit nothing, CONTINUING blocks by
     one that extended a cached prefix; both were never reused. REUSED blocks were.
 
-    The sample is a direct-mapped directory of hashes (1 in `mask + 1`) that outlives
-    eviction, so reuse is seen whether or not the block was still there. Its ages give
+    The sample is a direct-mapped directory of hashes (1 in `rate`: digests, in bytes, that
+    are `below` a bound) that outlives eviction, so reuse is seen whether or not the block
+    was still there. Its ages give
     each kind a hazard per half octave (hits over blocks at risk, Kaplan-Meier), pulled
     towards the hazard of all kinds and the beliefs in Settings. The index of an age is
 
@@ -178,7 +179,7 @@ class ReuseModel:
     nothing is demoted for some pools' worth of allocations; where it still does, `lru` is
     set, twice as long each time.
 
-    Memory: 12 bytes for each of max(512, 8 * num_blocks / (mask + 1)) slots.
+    Memory: 12 bytes for each of max(512, 8 * num_blocks / rate) slots.
     """
 
     def __init__(self, settings: Settings, num_blocks: int) -> None:
@@ -189,7 +190,7 @@ class ReuseModel:
         while rate < MAX_SAMPLE_RATE and rate * SAMPLED_POOL < num_blocks:
             rate *= 2
         self.rate = rate
-        self.mask = rate - 1
+        self.below = bytes([256 // rate]) if rate > 1 else b"\xff" * 64  # hashes in the sample
         self.pool_units = max(1, num_blocks // self.unit)
         self._cohort_units = max(1, self.pool_units // COHORTS_PER_POOL)
         slots = max(LEAST_SLOTS, HISTORY_POOLS * num_blocks // rate)
@@ -228,8 +229,12 @@ class ReuseModel:
         self.now = now
         cohort = now // self._cohort_units
         if cohort != self._cohort:
-            for number in range(max(self._cohort + 1, cohort - COHORTS + 1), cohort + 1):
-                slot = number % COHORTS
+            begun = self._cohort
+            if begun < cohort - COHORTS:
+                begun = cohort - COHORTS
+            while begun < cohort:
+                begun += 1
+                slot = begun % COHORTS
                 for live in self._live:
                     if live[slot]:
                         live[COHORTS] += live[slot]
@@ -240,24 +245,21 @@ class ReuseModel:
             self._next_fit = now + self.pool_units
             self._fit()
 
-    def observe(self, hashes: Sequence[Any], kind: int, stamp: int, hit: bool | None) -> None:
+    def observe(self, hashes: Sequence[bytes], kind: int, stamp: int, hit: bool | None) -> None:
         """Sampled hashes were referenced at `stamp`; `hit` says if the pool still had them.
 
         None: that says nothing about the worth of keeping free blocks, for they were in use,
         or computed again while a copy was cached.
         """
         tags, last, slots = self._tags, self._last, len(self._tags)
-        live, units, forgotten = self._live, self._cohort_units, self._forgotten
+        live, lost = self._live, self._lost
+        units, forgotten = self._cohort_units, self._forgotten
         latest = stamp << 2 | kind
         cohort = stamp // units
         cohort = cohort % COHORTS if cohort > forgotten else COHORTS
         live[kind][cohort] += len(hashes)
         for block_hash in hashes:
-            try:
-                tag = crc32(block_hash)
-            except TypeError:  # no bytes
-                tag = hash(block_hash) % 2**32
-            tag = tag or 1
+            tag = crc32(block_hash) or 1
             slot = tag % slots
             known, before = tags[slot], last[slot]
             tags[slot], last[slot] = tag, latest
@@ -269,7 +271,8 @@ class ReuseModel:
             live[was][cohort] -= 1
             age = stamp - before if stamp > before else 0
             if known != tag:
-                self._lost[was][age_bin(age)] += 1
+                octave = (age * age).bit_length()  # age_bin, as fast as it can be had
+                lost[was][octave if octave < BINS else BINS - 1] += 1
             elif hit is not None:
                 self._hits[was][age_bin(age)] += 1
                 if self._horizon_at != self._cohort:
@@ -564,7 +567,7 @@ class ComputeCachePolicy:
                 model.unobserved -= 1
             words[block_id] = self._taken
             block_hash = block.block_hash
-            if not hash(block_hash) & model.mask and block_hash is not None:
+            if block_hash is not None and block_hash < model.below:
                 if word & FRESH:
                     kind = word >> KIND_SHIFT & KIND_MASK
                     model.observe((block_hash,), kind, word >> STAMP_SHIFT, False)
@@ -702,9 +705,10 @@ class ComputeCachePolicy:
         self._hit_since_decision = self._reuse_since_decision = False
 
         budget = num_blocks + self.settings.scan_limit - 1
-        counts = self._counts
+        counts, ends = self._counts, self._ends
         absorbed = 0
-        if any(counts) and not self._words[self._ends[0].next_free_block.block_id] & PLACE_MASK:
+        listed = ends[PLACES] is not ends[0]
+        if listed and not self._words[ends[0].next_free_block.block_id] & PLACE_MASK:
             absorbed, complete = self._absorb_front(budget)
             if not complete:  # more of them than the decision needs: it takes these
                 counters.inspected_blocks += absorbed
@@ -713,14 +717,14 @@ class ComputeCachePolicy:
         self._moved = False
         budget -= absorbed
         # Only sort a few where there is no need to touch reused blocks.
-        _, spent, cold, continuing, *_ = counts
-        spare = spent + cold + continuing >= num_blocks
-        newly_sorted = self._sort(min(budget, self.settings.scan_limit - 1) if spare else budget)
+        spare = counts[SPENT] + counts[FIRST_LIST] + counts[FIRST_LIST + CONTINUING] >= num_blocks
+        few = self.settings.scan_limit - 1
+        newly_sorted = self._sort(few if spare and few < budget else budget)
         walked = self._choose(num_blocks, budget - newly_sorted)
         counters.inspected_blocks += absorbed + newly_sorted + walked
         counters.reordered_decisions += self._moved
         owed, self._taken_back = num_blocks + self._taken_back, 0
-        if self._ends[PLACES].next_free_block is queue.fake_free_list_tail:
+        if ends[PLACES].next_free_block is queue.fake_free_list_tail:
             self._saved = min(self._saved + owed, self.num_blocks)
         else:
             self._owed = owed
@@ -767,12 +771,11 @@ class ComputeCachePolicy:
         if block is tail or not budget:
             return 0
         words, model, one = self._words, self.model, self._one
-        mask = model.mask
         watched = self._protected or None
         pool = getattr(block, "pool", None)
         lookup = None if pool is None else pool.cached_block_hash_to_block.get_one_block
         before, before_place = self._before  # the hashed block sorted before, and where to
-        sample: list[Any] = []  # hashes to follow, of blocks with the same word
+        sample: list[bytes] = []  # hashes to follow, of blocks with the same word
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
         first, start, run_place = block, 0, 0
         kind = used = looked = fresh = fresh_from = unhashed = 0
@@ -794,6 +797,7 @@ class ComputeCachePolicy:
                     if fresh:
                         model.unobserved -= looked - fresh_from
                     fresh, fresh_from = word & FRESH, looked
+                    wanted = model.below if fresh else b""
                     kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
                     hashed_place = self._place(kind, word & LET_THROUGH)
                     sorted_word = model.now << STAMP_SHIFT | kind << KIND_SHIFT
@@ -803,7 +807,9 @@ class ComputeCachePolicy:
                 if plain and block_hash is not None:
                     words[block_id] = hashed_word
                     before = block
+                    followed = block_hash < wanted
                 else:
+                    followed = block_hash is not None and block_hash < wanted
                     if block_hash is None:
                         place, kept = SPENT, UNHASHED
                     else:
@@ -821,7 +827,7 @@ class ComputeCachePolicy:
                             first, start = block, looked
                         run_place = place
                     plain = place == hashed_place >= before_place and not watched
-                if fresh and not hash(block_hash) & mask and block_hash is not None:
+                if followed:
                     # vLLM computes the last block of a prompt that it has whole again, whatever
                     # the policy: where there is an older copy, that says nothing.
                     if lookup and lookup(block_hash) is not block:
@@ -835,13 +841,15 @@ class ComputeCachePolicy:
             if fresh:
                 model.unobserved -= looked - fresh_from
         runs.append((first, block.prev_free_block, looked - start, run_place))
-        for run in runs:
-            self._move(*run)
+        demoted = -unhashed
+        for first, last, length, place in runs:
+            self._move(first, last, length, place)
+            if place == SPENT:
+                demoted += length
+        self.counters.demoted_blocks += demoted
         self._before = before, before_place
         if sample:
             model.observe(sample, kind, used, False)
-        demoted = sum(length for _, _, length, place in runs if place == SPENT)
-        self.counters.demoted_blocks += demoted - unhashed
         return looked
 
     def _is_parent(self, block: Any, child: Any) -> bool:
@@ -862,12 +870,12 @@ class ComputeCachePolicy:
 
     def _eviction_cost(self) -> float:
         """Index of the block that the lists would give up next."""
-        model = self.model
+        model, words, counts, ends = self.model, self._words, self._counts, self._ends
         least, cost = None, 0.0
         for kind in range(KINDS):
-            if self._counts[FIRST_LIST + kind]:
-                block = self._ends[FIRST_LIST + kind - 1].next_free_block
-                age = age_bin(model.now - (self._words[block.block_id] >> STAMP_SHIFT))
+            if counts[FIRST_LIST + kind]:
+                front = ends[FIRST_LIST + kind - 1].next_free_block
+                age = age_bin(model.now - (words[front.block_id] >> STAMP_SHIFT))
                 rank = model.keep[kind][age], -age
                 if least is None or rank < least:
                     least, cost = rank, model.index[kind][age]
@@ -881,7 +889,10 @@ class ComputeCachePolicy:
         """
         words, counts, ends = self._words, self._counts, self._ends
         head = ends[0]
-        spent = min(num_blocks, counts[SPENT])
+        if num_blocks < counts[SPENT]:
+            counts[SPENT] -= num_blocks
+            return 0
+        spent = counts[SPENT]
         need = num_blocks - spent
         if need < counts[FIRST_LIST] and not any(counts[FIRST_LIST + CONTINUING : PROTECTED]):
             counts[FIRST_LIST] -= need  # the next in the queue as it is
@@ -918,8 +929,8 @@ class ComputeCachePolicy:
 
         # Everything is chosen; from here on the queue changes.
         at = ends[SPENT] if spent else head
-        counts[SPENT] -= spent
-        if spent and not counts[SPENT]:
+        counts[SPENT] = 0
+        if spent:
             self._set_end(SPENT, at, head)
         for first, last, length, place in runs:
             counts[place] -= length
