@@ -579,9 +579,10 @@ class ModelTest(unittest.TestCase):
         self.assertAlmostEqual(index[9], 0.5 / (0.75 * (end - start)))
         self.assertEqual(index[10], 0.0)
 
-    def guarded(self, hits):
+    def guarded(self, hits, demoted=True):
         """A model of 256 blocks; each hash comes back a unit later and was there if `hits`."""
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
+        model.demoted = demoted
         for number in range(1, 4 * policy_module.GUARD_LEAST):
             model.advance(number)
             model.observe([digest(number)], policy_module.COLD, number, False)
@@ -599,6 +600,36 @@ class ModelTest(unittest.TestCase):
     def test_where_demotion_was_the_fault_the_lists_stay(self):
         model = self.guarded(lambda model: not model.demotes)
         self.assertEqual((model.demotes, model.lru, model.trips), (False, False, 1))
+
+    def test_where_nothing_was_demoted_lru_takes_over_at_once(self):
+        model = self.guarded(lambda model: False, demoted=False)
+        self.assertEqual((model.demotes, model.lru, model.trips), (False, True, 1))
+
+    def test_a_few_lost_hits_are_chance(self):
+        last = 2 * policy_module.GUARD_LEAST
+        lost = range(last - 4, last)
+        model = self.guarded(lambda model: model.now not in lost)
+        self.assertEqual((model.demotes, model.lru, model.trips), (True, False, 0))
+
+    def losses_to_trip(self, model):
+        """How many hits, each an event, LRU must lead by after 100 that both had."""
+        model.demoted = False
+        for losses in range(1, 200):
+            model.compared_now, model._lead_now = (100, 0) if losses == 1 else (1, 1)
+            if model.settle():
+                return losses - 1
+        raise AssertionError("the guard never trips")
+
+    def test_each_time_that_lru_took_over_less_is_allowed(self):
+        model = policy_module.ReuseModel(Settings(mode="active"), 256)
+        allowed = []
+        for _ in range(4):
+            allowed.append(self.losses_to_trip(model))
+            self.assertTrue(model.lru)
+            model.advance(model._guarded_until)
+            self.assertFalse(model.lru)
+        self.assertEqual(allowed, sorted(allowed, reverse=True))
+        self.assertGreater(allowed[0], allowed[-1])
 
     def test_the_guard_lets_a_policy_be_that_hits_as_much(self):
         model = self.guarded(lambda model: True)

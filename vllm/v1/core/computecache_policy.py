@@ -126,9 +126,9 @@ LEAST_SLOTS = 512  # of the directory
 SHRINKAGE = 256.0  # observations by which a kind's reuse is pulled to the overall one
 PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
 DECAY = 0.7  # of all evidence, per pool's worth of allocations
-MIN_REUSE_EVENTS = 16  # decisions with a hit before measurement replaces the fixed order
+MIN_REUSE_EVENTS = 48  # decisions with a hit before measurement replaces the fixed order
 GUARD_WINDOW, GUARD_LEAST_WINDOW = 4, 512  # sampled pools, comparisons
-GUARD_SIGMAS, GUARD_SHARE, GUARD_LEAST = 1.0, 0.005, 64  # see ReuseModel.settle
+GUARD_SIGMAS, GUARD_PRIOR, GUARD_SHARE, GUARD_LEAST = 0.8, 36.0, 0.002, 64  # see settle
 GUARD_POOLS, GUARD_MAX_POOLS = 8, 64  # how long the guard holds
 EVER = 1 << 62  # an age that nothing reaches
 DEPTH_TOKENS = 32768  # see Settings.depth_weight
@@ -176,8 +176,8 @@ class ReuseModel:
     The guard compares real hits on the sample with those of plain LRU: a hash that comes
     back younger than LRU's horizon, the age at which as many distinct hashes were seen
     as the pool holds, would have been a hit. Where LRU does better by more than chance
-    nothing is demoted for some pools' worth of allocations; where it still does, `lru` is
-    set, twice as long each time.
+    nothing is demoted for some pools' worth of allocations; where nothing was demoted since
+    the last time, `lru` is set instead, twice as long each time.
 
     Memory: 12 bytes for each of max(512, 8 * num_blocks / rate) slots.
     """
@@ -213,6 +213,7 @@ class ReuseModel:
         self.reuse_events = 0
         self.unobserved = 0  # blocks handed out and not yet seen with their hash
         self.demotes, self.lru = True, False  # what the guard leaves of the policy
+        self.demoted = False  # whether a block was, since the guard last tripped
         self.lru_horizon = EVER  # clock units, as of the cohort of the last comparison
         self._horizon_at = 0
         self.trips = 0
@@ -283,8 +284,10 @@ class ReuseModel:
     def settle(self) -> bool:
         """Once a decision: weigh the hits compared since, as one event. Whether the guard trips.
 
-        LRU's lead, a decaying sum, is more than chance above one standard deviation (the
-        root of the squared leads of events) and half a per cent of the hits compared.
+        LRU's lead, a decaying sum, is more than chance above 0.8 standard deviations (the
+        root of the squared leads of events, and of a prior: a few events show none) and 0.2
+        per cent of the hits compared. Each time that LRU had to take over, the deviations
+        allowed are halved as the time for it is doubled.
         """
         decay = self._guard_decay**self.compared_now
         lead = self._lead_now
@@ -292,14 +295,15 @@ class ReuseModel:
         self._variance = self._variance * decay + lead * lead
         self._compared = self._compared * decay + self.compared_now
         self.compared_now = self._lead_now = 0
-        noise = GUARD_SIGMAS * self._variance**0.5 + GUARD_SHARE * self._compared
+        sigmas = GUARD_SIGMAS * GUARD_POOLS / self._guard_pools
+        noise = sigmas * (self._variance + GUARD_PRIOR) ** 0.5 + GUARD_SHARE * self._compared
         if self._compared <= GUARD_LEAST or self._lead <= noise or self.lru:
             return False
         pools = GUARD_POOLS
-        if not self.demotes:  # demotion was not the reason
+        if not self.demoted:  # demotion was not the reason
             self.lru = True
             self._guard_pools = pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
-        self.demotes = False
+        self.demotes = self.demoted = False
         self.trips += 1
         self._guarded_until = self.now + pools * self.pool_units
         self._lead = self._variance = self._compared = 0.0
@@ -865,6 +869,7 @@ class ComputeCachePolicy:
         if kind != REUSED and not let_through and model.demotes:
             worth = model.index[kind][0]
             if worth < self._eviction_cost():
+                model.demoted = True
                 return SPENT
         return FIRST_LIST + kind
 
