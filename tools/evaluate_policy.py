@@ -248,8 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     try:
         if not arguments.dry_run:
-            document = arguments.document.read_text()
-            replace_section(document, "")  # fails now, not after the runs
+            replace_section(arguments.document.read_text(), "")  # fails now, not after the runs
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
         if arguments.policy:
             try_policy(arguments.policy)
@@ -281,7 +280,8 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.dry_run:
         replace_file(arguments.json, _to_json(report))
         tables = render(report, SCAN_LIMITS)
-        replace_file(arguments.document, replace_section(document, tables).encode())
+        document = replace_section(arguments.document.read_text(), tables)
+        replace_file(arguments.document, document.encode())
     held = all(bar["holds"] for bar in bars)
     seconds = round(time.monotonic() - started)
     print(json.dumps({"accepted": held, "seconds": seconds, "bars": bars}, indent=1))

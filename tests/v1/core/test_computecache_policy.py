@@ -611,25 +611,35 @@ class ModelTest(unittest.TestCase):
         model = self.guarded(lambda model: model.now not in lost)
         self.assertEqual((model.demotes, model.lru, model.trips), (True, False, 0))
 
-    def losses_to_trip(self, model):
-        """How many hits, each an event, LRU must lead by after 100 that both had."""
+    def test_no_request_alone_can_trip_the_guard(self):
+        for lead in (8, 64, 1000):
+            model = policy_module.ReuseModel(Settings(mode="active"), 256)
+            model.compared_now = policy_module.GUARD_LEAST + 1
+            model.settle()
+            model.compared_now = model._lead_now = lead
+            self.assertFalse(model.settle(), lead)
+
+    def trip(self, model):
+        """Let LRU lead until it takes over; returns for how many pools."""
         model.demoted = False
-        for losses in range(1, 200):
-            model.compared_now, model._lead_now = (100, 0) if losses == 1 else (1, 1)
+        for _ in range(200):
+            model.compared_now = model._lead_now = 4
             if model.settle():
-                return losses - 1
+                return (model._guarded_until - model.now) // model.pool_units
         raise AssertionError("the guard never trips")
 
-    def test_each_time_that_lru_took_over_less_is_allowed(self):
+    def test_lru_takes_over_for_longer_each_time_and_is_forgiven_in_time(self):
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
-        allowed = []
+        held = []
         for _ in range(4):
-            allowed.append(self.losses_to_trip(model))
+            held.append(self.trip(model))
             self.assertTrue(model.lru)
             model.advance(model._guarded_until)
             self.assertFalse(model.lru)
-        self.assertEqual(allowed, sorted(allowed, reverse=True))
-        self.assertGreater(allowed[0], allowed[-1])
+        self.assertEqual(held, [16, 32, 64, 64])
+        for _ in range(2):
+            model.advance(model.now + policy_module.GUARD_MAX_POOLS * model.pool_units)
+        self.assertEqual(self.trip(model), 32)
 
     def test_the_guard_lets_a_policy_be_that_hits_as_much(self):
         model = self.guarded(lambda model: True)

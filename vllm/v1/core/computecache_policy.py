@@ -10,7 +10,7 @@ its victims from the front of the free queue. `ComputeCachePolicy` says how,
 import logging
 import os
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from math import expm1
@@ -128,7 +128,7 @@ PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
 DECAY = 0.7  # of all evidence, per pool's worth of allocations
 MIN_REUSE_EVENTS = 48  # decisions with a hit before measurement replaces the fixed order
 GUARD_WINDOW, GUARD_LEAST_WINDOW = 4, 512  # sampled pools, comparisons
-GUARD_SIGMAS, GUARD_PRIOR, GUARD_SHARE, GUARD_LEAST = 0.8, 36.0, 0.002, 64  # see settle
+GUARD_SIGMAS, GUARD_PRIOR, GUARD_SHARE, GUARD_LEAST = 1.0, 36.0, 0.002, 64  # see settle
 GUARD_POOLS, GUARD_MAX_POOLS = 8, 64  # how long the guard holds
 EVER = 1 << 62  # an age that nothing reaches
 DEPTH_TOKENS = 32768  # see Settings.depth_weight
@@ -162,9 +162,9 @@ class ReuseModel:
 
     The sample is a direct-mapped directory of hashes (1 in `rate`: digests, in bytes, that
     are `below` a bound) that outlives eviction, so reuse is seen whether or not the block
-    was still there. Its ages give
-    each kind a hazard per half octave (hits over blocks at risk, Kaplan-Meier), pulled
-    towards the hazard of all kinds and the beliefs in Settings. The index of an age is
+    was still there. Its ages give each kind a hazard per half octave (hits over blocks at
+    risk, Kaplan-Meier), pulled towards the hazard of all kinds and the beliefs in Settings.
+    The index of an age is
 
         max over later ages y of  P(reuse before y) / E[time in the pool until reuse or y],
 
@@ -177,7 +177,8 @@ class ReuseModel:
     back younger than LRU's horizon, the age at which as many distinct hashes were seen
     as the pool holds, would have been a hit. Where LRU does better by more than chance
     nothing is demoted for some pools' worth of allocations; where nothing was demoted since
-    the last time, `lru` is set instead, twice as long each time.
+    the last time, `lru` is set instead, twice as long each time (and half as long again
+    after 64 pools' worth without).
 
     Memory: 12 bytes for each of max(512, 8 * num_blocks / rate) slots.
     """
@@ -213,11 +214,11 @@ class ReuseModel:
         self.reuse_events = 0
         self.unobserved = 0  # blocks handed out and not yet seen with their hash
         self.demotes, self.lru = True, False  # what the guard leaves of the policy
-        self.demoted = False  # whether a block was, since the guard last tripped
+        self.demoted = False  # whether a word called for it since the guard last tripped
         self.lru_horizon = EVER  # clock units, as of the cohort of the last comparison
         self._horizon_at = 0
         self.trips = 0
-        self._guarded_until = 0
+        self._guarded_until = self._forgiven_at = 0
         self._guard_pools = GUARD_POOLS
         self._lead = self._variance = self._compared = 0.0
         self.compared_now = self._lead_now = 0
@@ -246,11 +247,20 @@ class ReuseModel:
             self._next_fit = now + self.pool_units
             self._fit()
 
-    def observe(self, hashes: Sequence[bytes], kind: int, stamp: int, hit: bool | None) -> None:
+    def observe(
+        self,
+        hashes: Sequence[bytes] | Mapping[bytes, Any],
+        kind: int,
+        stamp: int,
+        hit: bool | None,
+        lookup: Callable[[bytes], Any] | None = None,
+    ) -> None:
         """Sampled hashes were referenced at `stamp`; `hit` says if the pool still had them.
 
-        None: that says nothing about the worth of keeping free blocks, for they were in use,
-        or computed again while a copy was cached.
+        None: that says nothing about the worth of keeping free blocks, for they were in use.
+        Neither does a block that was computed again while a copy was cached: `lookup` finds
+        another than the one that `hashes` then gives for each hash. vLLM does so with the last
+        block of a prompt that it has whole, whatever the policy.
         """
         tags, last, slots = self._tags, self._last, len(self._tags)
         live, lost = self._live, self._lost
@@ -274,7 +284,7 @@ class ReuseModel:
             if known != tag:
                 octave = (age * age).bit_length()  # age_bin, as fast as it can be had
                 lost[was][octave if octave < BINS else BINS - 1] += 1
-            elif hit is not None:
+            elif hit is not None and (not lookup or lookup(block_hash) is hashes[block_hash]):
                 self._hits[was][age_bin(age)] += 1
                 if self._horizon_at != self._cohort:
                     self.find_horizon()
@@ -284,10 +294,9 @@ class ReuseModel:
     def settle(self) -> bool:
         """Once a decision: weigh the hits compared since, as one event. Whether the guard trips.
 
-        LRU's lead, a decaying sum, is more than chance above 0.8 standard deviations (the
-        root of the squared leads of events, and of a prior: a few events show none) and 0.2
-        per cent of the hits compared. Each time that LRU had to take over, the deviations
-        allowed are halved as the time for it is doubled.
+        LRU's lead, a decaying sum, is more than chance above one standard deviation (the root
+        of the squared leads of events, and of a prior: no event alone can trip it, nor can a
+        few small ones) and 0.2 per cent of the hits compared.
         """
         decay = self._guard_decay**self.compared_now
         lead = self._lead_now
@@ -295,8 +304,8 @@ class ReuseModel:
         self._variance = self._variance * decay + lead * lead
         self._compared = self._compared * decay + self.compared_now
         self.compared_now = self._lead_now = 0
-        sigmas = GUARD_SIGMAS * GUARD_POOLS / self._guard_pools
-        noise = sigmas * (self._variance + GUARD_PRIOR) ** 0.5 + GUARD_SHARE * self._compared
+        deviation = (self._variance + GUARD_PRIOR) ** 0.5
+        noise = GUARD_SIGMAS * deviation + GUARD_SHARE * self._compared
         if self._compared <= GUARD_LEAST or self._lead <= noise or self.lru:
             return False
         pools = GUARD_POOLS
@@ -306,6 +315,7 @@ class ReuseModel:
         self.demotes = self.demoted = False
         self.trips += 1
         self._guarded_until = self.now + pools * self.pool_units
+        self._forgiven_at = self._guarded_until + GUARD_MAX_POOLS * self.pool_units
         self._lead = self._variance = self._compared = 0.0
         return True
 
@@ -313,6 +323,9 @@ class ReuseModel:
         if not self.demotes and self.now >= self._guarded_until:
             self.demotes, self.lru = True, False
             self._lead = self._variance = self._compared = 0.0
+        elif self._guard_pools > GUARD_POOLS and self.now >= self._forgiven_at:
+            self._guard_pools //= 2
+            self._forgiven_at = self.now + GUARD_MAX_POOLS * self.pool_units
         lost = [list(row) for row in self._lost]
         self._add_live(lost)
         if self.reuse_events >= MIN_REUSE_EVENTS:
@@ -779,7 +792,7 @@ class ComputeCachePolicy:
         pool = getattr(block, "pool", None)
         lookup = None if pool is None else pool.cached_block_hash_to_block.get_one_block
         before, before_place = self._before  # the hashed block sorted before, and where to
-        sample: list[bytes] = []  # hashes to follow, of blocks with the same word
+        sample: dict[bytes, Any] = {}  # blocks to follow by their hash, all with the same word
         runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
         first, start, run_place = block, 0, 0
         kind = used = looked = fresh = fresh_from = unhashed = 0
@@ -795,8 +808,8 @@ class ComputeCachePolicy:
                 word = words[block_id]
                 if word is not last_word:  # else the same as for the block before
                     if sample:
-                        model.observe(sample, kind, used, False)
-                        sample = []
+                        model.observe(sample, kind, used, False, lookup)
+                        sample = {}
                     last_word = word
                     if fresh:
                         model.unobserved -= looked - fresh_from
@@ -811,9 +824,7 @@ class ComputeCachePolicy:
                 if plain and block_hash is not None:
                     words[block_id] = hashed_word
                     before = block
-                    followed = block_hash < wanted
                 else:
-                    followed = block_hash is not None and block_hash < wanted
                     if block_hash is None:
                         place, kept = SPENT, UNHASHED
                     else:
@@ -831,13 +842,8 @@ class ComputeCachePolicy:
                             first, start = block, looked
                         run_place = place
                     plain = place == hashed_place >= before_place and not watched
-                if followed:
-                    # vLLM computes the last block of a prompt that it has whole again, whatever
-                    # the policy: where there is an older copy, that says nothing.
-                    if lookup and lookup(block_hash) is not block:
-                        model.observe((block_hash,), kind, used, None)
-                    else:
-                        sample.append(block_hash)
+                if block_hash is not None and block_hash < wanted:
+                    sample[block_hash] = block
                 block = block.next_free_block
             else:
                 looked = budget
@@ -853,7 +859,7 @@ class ComputeCachePolicy:
         self.counters.demoted_blocks += demoted
         self._before = before, before_place
         if sample:
-            model.observe(sample, kind, used, False)
+            model.observe(sample, kind, used, False, lookup)
         return looked
 
     def _is_parent(self, block: Any, child: Any) -> bool:
