@@ -32,6 +32,7 @@ from workload_options import positive
 REPO = Path(__file__).resolve().parent.parent
 # What a visit can end with; anything else is a bug and shows its traceback.
 EXPECTED_ERRORS = (ServerError, MetricsError, TargetError, EnvFileError, WorkloadError)
+DYING_S = 5.0  # from the first request that fails until a server that was killed has ended
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -92,10 +93,16 @@ class Drill:
             with self.target.visit(role, mode, found["number"], scan_limit) as site:
                 say(f"  ready{f' after {site.ready_s} s' if site.ready_s else ''}: {site.base_url}")
                 found["ready_s"] = site.ready_s
+                patience_s = DYING_S
                 try:
                     asyncio.run(_measure(site, options, found))
+                    if healthy(found):
+                        patience_s = 0.0
+                except Interrupted:
+                    patience_s = 0.0
+                    raise
                 finally:
-                    if (code := site.exit_code()) is not None:
+                    if (code := site.exit_code(patience_s)) is not None:
                         found["error"] = f"the server ended by itself with {code}"
                 found["identity"] = self.target.identity()
         except EXPECTED_ERRORS as error:

@@ -150,6 +150,13 @@ class EmbeddedServer:
         """What the server's first process ended with (negative: the signal), None while it runs."""
         return self.process.poll() if self.process else None
 
+    def wait_for_exit(self, timeout_s: float) -> int | None:
+        """Return `exit_code` as soon as the first process ends, or None after `timeout_s`."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
         """End every process of the server; TERM first, so that it closes its engine itself."""
         if self.process is None:

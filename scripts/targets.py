@@ -37,12 +37,15 @@ class TargetError(RuntimeError):
 
 @dataclass
 class Site:
-    """A server to send a workload to. `exit_code` is not None once it is known to have ended."""
+    """A server to send a workload to.
+
+    `exit_code` waits that many seconds for it to end; None if it has not, or if nobody can tell.
+    """
 
     base_url: str
     policy: Callable[[], dict]
     ready_s: float | None = None
-    exit_code: Callable[[], int | None] = lambda: None
+    exit_code: Callable[[float], int | None] = lambda timeout_s: None
 
 
 class EmbeddedTarget:
@@ -84,7 +87,7 @@ class EmbeddedTarget:
                 server.base_url,
                 lambda: policy_state(fetch(server.policy_metrics_url)),
                 server.ready_s,
-                lambda: server.exit_code,
+                server.wait_for_exit,
             )
         finally:
             server.stop()

@@ -62,8 +62,9 @@ def test_leaving_the_context_ends_the_children_too(tmp_path):
 def test_children_that_survive_their_parent_are_ended(tmp_path):
     with server(tmp_path, HEALTHY) as running:
         group = running.process.pid
+        assert running.wait_for_exit(0) is None
         os.kill(group, signal.SIGKILL)
-        running.process.wait()
+        assert running.wait_for_exit(60) == -signal.SIGKILL
         assert group_members(group) != []
         assert running.exit_code == -signal.SIGKILL
     assert group_members(group) == []
