@@ -102,6 +102,15 @@ class Stack:
     def ups(self):
         return (self.folder / "docker.log").read_text().split("\n")[:-1]
 
+    def server_mode(self):
+        """The mode that the server of the last `up` was started in; None between two servers."""
+        try:
+            pid = int((self.folder / "server.pid").read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except (OSError, ValueError):
+            return None
+        return command[command.index("--mode") + 1] if "--mode" in command else None
+
     def wait_for_phase(self, process, phase):
         state = self.folder / "out" / "canary-state.json"
         deadline = time.monotonic() + 60
