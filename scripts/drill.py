@@ -24,7 +24,7 @@ from env_file import EnvFileError
 from make_model import make_model
 from prefix_pressure import press
 from server_metrics import MetricsError
-from targets import ComposeTarget, EmbeddedTarget, TargetError, UrlTarget
+from targets import SIGNALS, ComposeTarget, EmbeddedTarget, TargetError, UrlTarget
 from verdict import FAIL, UNKNOWN, Limits, Verdict
 from workload import Client, Result, WorkloadError, read_api_key
 from workload_options import positive
@@ -33,7 +33,6 @@ REPO = Path(__file__).resolve().parent.parent
 # What a visit can end with; anything else is a bug and shows its traceback.
 EXPECTED_ERRORS = (ServerError, MetricsError, TargetError, EnvFileError, WorkloadError)
 DYING_S = 5.0  # from the first request that fails until a server that was killed has ended
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ Save = Callable[..., None]
 SERVICE = "vllm"
 MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
 POLICY_PORT = 8001
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a drill
 
 
 class TargetError(RuntimeError):
@@ -197,13 +199,31 @@ class ComposeTarget:
     def _docker(self, *arguments: str, check: bool = True) -> str:
         env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")}
         command = [*self._compose, *arguments]
-        # A session of its own: Ctrl-C is the canary's to handle, not docker's.
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, start_new_session=True, check=False
-        )
-        if check and done.returncode:
-            raise TargetError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-600:]}")
-        return done.stdout if done.returncode == 0 else ""
+        # Signals wait while docker starts: interrupted there, it would go on, known to nobody,
+        # beside the one that restores lru.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is the canary's to handle, not docker's
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+            )
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                output, errors = process.communicate()
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if check and process.returncode:
+            raise TargetError(f"`{' '.join(command)}` failed: {errors.strip()[-600:]}")
+        return output if process.returncode == 0 else ""
 
 
 class UrlTarget:

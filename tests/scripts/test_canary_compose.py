@@ -4,10 +4,13 @@
 `docker` on PATH is a stand-in (fake_docker.py) and so is the server.
 """
 
+import os
 import signal
+import subprocess
 import time
 
 import pytest
+from targets import ComposeTarget
 
 
 def test_accept_leaves_lru_and_the_very_same_env_file(stack):
@@ -169,3 +172,20 @@ def test_without_an_env_file_nothing_is_touched(stack):
     assert stack.run() == 2
     assert "copy .env.example" in stack.output
     assert not (stack.folder / "docker.log").exists()
+
+
+def test_a_signal_while_docker_starts_ends_docker_too(stack, monkeypatch):
+    started = []
+
+    class Interrupting(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGINT)  # before anybody knows of the process
+
+    monkeypatch.setenv("PATH", f"{stack.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    target = ComposeTarget(stack.folder, lambda **values: None, ready_timeout_s=10)
+    monkeypatch.setattr(subprocess, "Popen", Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        target.leave_in_lru()
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
