@@ -163,9 +163,7 @@ class EmbeddedServer:
             return
         if self.process.poll() is None:
             self.process.terminate()
-            try:
-                self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+            if self.wait_for_exit(STOP_TIMEOUT_S) is None:
                 self.process.kill()
                 self.process.wait()
         stop_group(self.process.pid)

@@ -10,13 +10,13 @@ docs/experiments.md. Exit status 0; 2: an edit no longer fits or a replay failed
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from policy_report import replace_section
-from replay_trace import replay_anew
 from traces import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,6 +170,19 @@ def variant(experiment: Experiment) -> str:
     return source
 
 
+def replay(options: list[str], folder: Path) -> list[dict]:
+    """The cells of tools/replay_trace.py in a process of its own; RuntimeError if it fails.
+
+    A process imports one policy, once.
+    """
+    cells = folder / "cells.json"
+    command = [sys.executable, str(ROOT / "tools/replay_trace.py"), *options, "--json", str(cells)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
+    return json.loads(cells.read_text())
+
+
 def run(experiment: Experiment, traces: list[Path], scan_limit: int, folder: Path) -> dict:
     policy = folder / "policy.py"
     policy.write_text(variant(experiment))
@@ -177,7 +190,7 @@ def run(experiment: Experiment, traces: list[Path], scan_limit: int, folder: Pat
     options += ["--scan-limit", str(scan_limit), "--policy", str(policy)]
     points: dict[str, list[float]] = {}
     for seed in HASH_SEEDS:
-        for cell in replay_anew([*options, "--hash-seed", str(seed)]):
+        for cell in replay([*options, "--hash-seed", str(seed)], folder):
             if cell["mode"] == "active":
                 points.setdefault(cell["trace"], []).append(cell["points_over_lru"])
     return {**asdict(experiment), "scan_limit": scan_limit, "points_over_lru": points}

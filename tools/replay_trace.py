@@ -18,9 +18,7 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -290,17 +288,6 @@ def run_cells(traces: Sequence[Trace], cells: Sequence[Cell], workers: int) -> l
         gc.unfreeze()
     compare(rows)
     return rows
-
-
-def replay_anew(arguments: Sequence[str]) -> list[dict]:
-    """The cells of this program's ``arguments`` in a new process; RuntimeError if it fails."""
-    with tempfile.TemporaryDirectory() as scratch:
-        cells = Path(scratch, "cells.json")
-        command = [sys.executable, __file__, *arguments, "--json", str(cells)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
-        return json.loads(cells.read_text())
 
 
 def quiet_vllm() -> None:
