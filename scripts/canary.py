@@ -19,10 +19,12 @@ import json
 import sys
 import time
 
-from canary_report import write_reports
-from drill import REPO, Drill, add_drill_options, drill, exit_code_of, healthy, limits, say
-from verdict import judge, never_lost
-from workload_options import add_workload_options, positive, workload_settings
+from drills.options import add_drill_options, limits
+from drills.report import write_reports
+from drills.session import REPO, Session, exit_code_of, healthy, open_session
+from drills.verdict import judge, never_lost
+from serving.console import say
+from serving.options import add_workload_options, positive, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 5, "control_requests": 4, "survival": [1, 2, 3, 4]}
 
@@ -37,7 +39,7 @@ def schedule(repeats: int) -> list[str]:
     return [*order, "rollback"]
 
 
-def make_visits(canary: Drill) -> None:
+def make_visits(canary: Session) -> None:
     """Visit in the order of `schedule`; after a fault no further candidate is started."""
     options = canary.options
     roles = schedule(options.repeats)
@@ -60,7 +62,7 @@ def make_visits(canary: Drill) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the whole canary and write its records; returns the exit code."""
-    with drill(options) as canary:
+    with open_session(options) as canary:
         canary.run(lambda: make_visits(canary))
         verdict = judge(canary.visits, limits(options))
         record = canary.finish(verdict, options.promote) | {

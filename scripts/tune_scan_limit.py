@@ -18,12 +18,15 @@ import json
 import sys
 
 from dotenv import dotenv_values
-from drill import Drill, add_drill_options, drill, exit_code_of, healthy, limits, say
-from embedded_server import BLOCK_SIZE
 from rich.console import Console
 from rich.table import Table
-from verdict import ACCEPT, INCONCLUSIVE, UNKNOWN, judge, judge_lru, never_lost
-from workload_options import add_workload_options, numbers, workload_settings
+
+from drills.options import add_drill_options, limits
+from drills.session import Session, exit_code_of, healthy, open_session
+from drills.verdict import ACCEPT, INCONCLUSIVE, UNKNOWN, judge, judge_lru, never_lost
+from servers.embedded import BLOCK_SIZE
+from serving.console import say
+from serving.options import add_workload_options, numbers, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 7, "hot_tokens": None}
 
@@ -34,7 +37,7 @@ def hot_tokens_for(scan_limits: list[int], block_size: int) -> int:
     return (smaller + largest) // 2 * block_size
 
 
-def make_visits(tuning: Drill, scan_limits: list[int]) -> None:
+def make_visits(tuning: Session, scan_limits: list[int]) -> None:
     """Visit lru, active at each limit, and lru again; end early when lru loses nothing."""
     total = len(scan_limits) + 2
     say(f"[1/{total}] baseline: lru")
@@ -48,7 +51,7 @@ def make_visits(tuning: Drill, scan_limits: list[int]) -> None:
     tuning.visit("rollback", "lru")
 
 
-def judge_limits(tuning: Drill, options: argparse.Namespace) -> list[dict]:
+def judge_limits(tuning: Session, options: argparse.Namespace) -> list[dict]:
     """Return one row a limit that was tried: verdict, tokens kept, TTFT."""
     others = [v for v in tuning.visits if v["role"] != "candidate"]
     rows = []
@@ -100,7 +103,7 @@ def print_table(rows: list[dict], chosen: int | None) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the search and write scan_limit.json; returns the exit code."""
-    with drill(options) as tuning:
+    with open_session(options) as tuning:
         tuning.run(lambda: make_visits(tuning, options.limits))
         whole = judge_lru(tuning.visits)
         rows = judge_limits(tuning, options)

@@ -15,7 +15,6 @@ docs/policy.md. Exit status 0: all goals hold; 1: one is missed; 2: it could not
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -25,26 +24,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from policy_report import replace_section
-from traces import replace_file
+from lab.files import replace_file, replace_section
+from lab.pool import unpatched_block_pool
 
 POOLS = (1024, 20480)  # blocks
 VICTIMS = (1, 16, 60)  # blocks per call
 SCAN_LIMITS = (16, 32, 64)
 LRU_RATIO, ACTIVE_RATIO_60, ACTIVE_US_1 = 1.1, 2.0, 15.0  # the goals
-
-
-def unpatched_block_pool():
-    """vLLM's block_pool module without the hooks, from the bytes the installer reverts to."""
-    import install_computecache as installer
-    import vllm.v1.core.block_pool as patched
-
-    path = Path(patched.__file__)
-    pristine = installer.undo(path.read_bytes())
-    spec = importlib.util.spec_from_loader("unpatched_block_pool", loader=None)
-    module = importlib.util.module_from_spec(spec)
-    exec(compile(pristine, str(path), "exec"), module.__dict__)
-    return module
 
 
 def make_pool(module, num_blocks: int, mode: str, scan_limit: int):

@@ -24,7 +24,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from replay_trace import Driver, make_pool, quiet_vllm
+from lab.pool import Driver, make_pool, quiet_vllm
 
 CORE = Path(__file__).resolve().parents[1] / "vllm/v1/core"
 SCRAPE_INTERVAL_S = 5

@@ -15,21 +15,18 @@ import tempfile
 import time
 from pathlib import Path
 
-import make_trace
-from policy_report import render, replace_section
-from replay_report import compare
-from replay_trace import (
-    Cell,
-    add_common_arguments,
-    check_common_arguments,
-    quiet_vllm,
-    run_cells,
-    try_policy,
-)
 from rich.console import Console
 from rich.progress import track
-from scenarios import drift_hit_ratio, flood_kept
-from traces import Trace, TraceError, half_of, read_trace, replace_file
+
+import make_trace
+from lab.cells import Cell, run_cells
+from lab.files import replace_file, replace_section
+from lab.options import add_common_arguments, check_common_arguments
+from lab.policy_report import render
+from lab.pool import quiet_vllm, try_policy
+from lab.replay_report import compare
+from lab.scenarios import drift_hit_ratio, flood_kept
+from lab.traces import Trace, TraceError, half_of, read_trace
 
 RECORDED = ("mooncake_conversation.jsonl", "mooncake_synthetic.jsonl", "mix_real16.jsonl.gz")
 GENERATED = ("flood", "drift", "chat", "agents")

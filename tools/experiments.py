@@ -16,8 +16,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from policy_report import replace_section
-from traces import replace_file
+from lab.files import replace_file, replace_section
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "vllm/v1/core/computecache_policy.py"

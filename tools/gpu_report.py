@@ -11,10 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from gpu_sections import controls, cost, dp2, dp2gpu, drill, long, trace
-from gpu_stats import NoEvidence, fallbacks, load
-from gpu_text import table
-from gpu_ttft_section import ttft
+from page.sections import controls, cost, dp2, dp2gpu, drill, long, trace
+from page.stats import NoEvidence, fallbacks, load
+from page.text import table
+from page.ttft import ttft
 
 REPO = Path(__file__).resolve().parents[1]
 INTRO = """\

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from traces import replace_file
+from lab.files import replace_file
 
 BLOCK_SIZE = 16  # tokens, vLLM's default on a GPU
 REQUESTS = 4000

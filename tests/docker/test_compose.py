@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check_env
 import pytest
 import yaml
 from check_jsonschema.cli.main_command import main as check_jsonschema
 from click.testing import CliRunner
+
+import check_env
 
 REPO = Path(__file__).parents[2]
 SERVERS = ("vllm", "prometheus", "grafana")

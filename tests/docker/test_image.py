@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import install_computecache as installer
 import pytest
 from docker.utils.build import exclude_paths
+
+import install_computecache as installer
 
 REPO = Path(__file__).parents[2]
 DOCKERFILE = REPO / "docker/Dockerfile"

@@ -15,8 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from embedded_server import SERVED_MODEL, EmbeddedServer, free_port
-from make_model import make_model
+
+from servers.embedded import SERVED_MODEL, EmbeddedServer
+from servers.processes import free_port
+from servers.tiny_model import make_model
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 DATA_TIMEOUT_S = 60

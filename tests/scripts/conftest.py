@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from embedded_server import free_port
+
+from servers.processes import free_port
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]

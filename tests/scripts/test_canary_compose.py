@@ -10,7 +10,8 @@ import subprocess
 import time
 
 import pytest
-from targets import ComposeTarget
+
+from drills.targets import ComposeTarget
 
 
 def test_accept_leaves_lru_and_the_very_same_env_file(stack):

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from embedded_server import EmbeddedServer, group_members
-from make_model import make_model
+
+from servers.embedded import EmbeddedServer
+from servers.processes import group_members
+from servers.tiny_model import make_model
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.server

@@ -9,12 +9,13 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import check_env
 import pytest
 import yaml
 from dotenv import dotenv_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import check_env
 
 REPO = Path(__file__).parents[2]
 KEY = "8c5f6a1e0b7d4c39a2e1f0d6b5c4a392"

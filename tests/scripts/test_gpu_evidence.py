@@ -8,15 +8,16 @@ import time
 from dataclasses import replace
 from subprocess import Popen
 
-import gpu_bench
-import gpu_evidence
-import gpu_parts
-import gpu_plan
-import gpu_servers
-import gpu_ttft
 import pytest
-from embedded_server import free_port
-from server_metrics import MetricsError
+
+from evidence import bench as bench_module
+from evidence import plan
+from evidence.parts import cost, ttft
+from evidence.parts.trace import trace_slice
+from evidence.store import Store
+from servers import fleet as fleet_module
+from servers.processes import alive, free_port, reap, stop_group
+from serving.metrics import MetricsError
 
 SMALL = {
     "num_hidden_layers": 28,
@@ -36,24 +37,24 @@ def models(tmp_path):
     small.mkdir()
     (small / "config.json").write_text(json.dumps(SMALL))
     (small / "tokenizer.json").write_text("{}")
-    return small, gpu_plan.make_large_model(small, tmp_path / "large")
+    return small, plan.make_large_model(small, tmp_path / "large")
 
 
 def test_the_large_model_has_qwen3_8bs_size_and_the_small_ones_tokenizer(models):
     config = json.loads((models[1] / "config.json").read_text())
-    assert gpu_plan.weight_bytes(config) / 2 == pytest.approx(8.19e9, rel=0.01)
-    assert gpu_plan.weight_bytes(SMALL) / 2 == pytest.approx(0.596e9, rel=0.01)
+    assert plan.weight_bytes(config) / 2 == pytest.approx(8.19e9, rel=0.01)
+    assert plan.weight_bytes(SMALL) / 2 == pytest.approx(0.596e9, rel=0.01)
     assert (models[1] / "tokenizer.json").exists()
 
 
 def test_a_block_of_the_small_model_holds_28_layers_of_keys_and_values():
-    assert gpu_plan.block_bytes(SMALL, 16) == 2 * 28 * 8 * 128 * 2 * 16
+    assert plan.block_bytes(SMALL, 16) == 2 * 28 * 8 * 128 * 2 * 16
 
 
 def test_the_groups_that_run_together_fit_on_the_gpu(models):
-    sizes = gpu_plan.GPU
+    sizes = plan.GPU
     gib = dict.fromkeys(("small", "mid", "large"), 0.0)
-    for spec in gpu_plan.specs(sizes, *models, rehearse=False):
+    for spec in plan.specs(sizes, *models, rehearse=False):
         gib[spec.group] += spec.gib
     assert gib["small"] + gib["mid"] < sizes.budget_gib
     assert gib["large"] < sizes.budget_gib
@@ -61,7 +62,7 @@ def test_the_groups_that_run_together_fit_on_the_gpu(models):
 
 
 def test_every_prompt_fits_its_server(models):
-    sizes = gpu_plan.GPU
+    sizes = plan.GPU
     assert max(sizes.drill_hot_tokens + sizes.drill_flood_tokens) + 4 <= 1024
     assert max(sizes.hot_tokens) + sizes.question_tokens + 2 <= sizes.large_max_len
     assert sizes.large_blocks * sizes.block_size > sizes.large_max_len
@@ -70,14 +71,14 @@ def test_every_prompt_fits_its_server(models):
 
 
 def test_the_hot_set_fits_the_pool_and_lru_must_lose_it():
-    sizes = gpu_plan.GPU
+    sizes = plan.GPU
     pool = sizes.large_blocks * sizes.block_size
     assert pool > sizes.hot_set_tokens + 2 * sizes.flood_tokens
     assert pool < sizes.hot_set_tokens + 0.5 * sizes.floods_per_use * sizes.flood_tokens
 
 
 def test_modes_are_read_off_the_servers_names():
-    assert [gpu_plan.modes(n) for n in ("unpatched", "lru", "roomy", "active16")] == [
+    assert [plan.modes(n) for n in ("unpatched", "lru", "roomy", "active16")] == [
         (None, 0),
         ("lru", 64),
         ("lru", 64),
@@ -86,21 +87,21 @@ def test_modes_are_read_off_the_servers_names():
 
 
 def test_a_prefix_waits_for_so_many_floods_on_average():
-    share = gpu_ttft.hot_share(prefixes=4, floods_per_use=6)
+    share = ttft.hot_share(prefixes=4, floods_per_use=6)
     assert (1 - share) / (share / 4) == pytest.approx(6)
 
 
 def test_arrivals_keep_a_server_busy_for_the_share_that_was_asked_for():
-    rate = gpu_ttft.rate_per_s(flood_ms=100, hot_ms=500, hot_share=0.25, load=0.8)
+    rate = ttft.rate_per_s(flood_ms=100, hot_ms=500, hot_share=0.25, load=0.8)
     assert rate * (0.75 * 0.1 + 0.25 * 0.5) == pytest.approx(0.8)
 
 
 def test_lru_and_active_take_turns_at_going_first():
-    cells = gpu_ttft.load_cells(replace(gpu_plan.GPU, ttft_repeats=2))
+    cells = ttft.load_cells(replace(plan.GPU, ttft_repeats=2))
     names = [(name, hot, load, repeat) for name, _, hot, load, _, repeat in cells]
     assert len({key for _, key, *_ in cells}) == len(cells)
-    for hot in gpu_plan.GPU.hot_tokens:
-        for load in gpu_plan.GPU.rates:
+    for hot in plan.GPU.hot_tokens:
+        for load in plan.GPU.rates:
             order = [
                 n for n, h, r, _ in names if (h, r) == (hot, load) and n in ("lru", "active64")
             ]
@@ -113,7 +114,7 @@ def test_lru_and_active_take_turns_at_going_first():
 @pytest.mark.parametrize("count", [2, 3])
 def test_turns_put_each_first_as_often_as_the_others(count):
     names = list("abc"[:count])
-    orders = [gpu_bench.turns(names, number) for number in range(2 * count)]
+    orders = [bench_module.turns(names, number) for number in range(2 * count)]
     assert all(sorted(order) == names for order in orders)
     assert sorted(order[0] for order in orders) == sorted(2 * names)
 
@@ -124,15 +125,13 @@ def record(at_ms, ids):
 
 def test_a_trace_slice_is_as_long_as_the_time_allows():
     records = [record(1000 * i, 10) for i in range(100)]
-    taken, faster = gpu_parts.trace_slice(
-        records, block_tokens=10, tokens_per_s=500, load=0.5, cell_s=10
-    )
+    taken, faster = trace_slice(records, block_tokens=10, tokens_per_s=500, load=0.5, cell_s=10)
     assert len(taken) == 25  # 100 tokens each, 250 tokens a second, 10 seconds
     assert faster == pytest.approx(2.4)
 
 
 def test_a_trace_slice_is_never_empty():
-    taken, faster = gpu_parts.trace_slice([record(0, 99), record(9, 99)], 512, 10, 0.5, 1)
+    taken, faster = trace_slice([record(0, 99), record(9, 99)], 512, 10, 0.5, 1)
     assert len(taken) == 1
     assert faster > 0
 
@@ -150,30 +149,30 @@ vllm:num_preemptions_total{{engine="0"}} 0
 
 
 def test_a_decoding_steps_time_is_the_engines_own():
-    before = gpu_parts.metric_sums(METRICS.format(seconds=10.0, count=4), gpu_parts.DECODE)
-    after = gpu_parts.metric_sums(METRICS.format(seconds=12.0, count=14), gpu_parts.DECODE)
-    assert gpu_parts.decode_step_ms(before, after, max_tokens=21) == pytest.approx(10.0)
+    before = cost.metric_sums(METRICS.format(seconds=10.0, count=4), cost.DECODE)
+    after = cost.metric_sums(METRICS.format(seconds=12.0, count=14), cost.DECODE)
+    assert cost.decode_step_ms(before, after, max_tokens=21) == pytest.approx(10.0)
 
 
 def test_an_absent_series_is_an_error():
     with pytest.raises(MetricsError, match="num_preemptions_total"):
-        gpu_parts.metric_sums("# TYPE vllm:x counter\nvllm:x_total 1\n", gpu_parts.DECODE)
+        cost.metric_sums("# TYPE vllm:x counter\nvllm:x_total 1\n", cost.DECODE)
 
 
 @pytest.fixture
 def sleepers(tmp_path, monkeypatch):
     """A fleet whose servers are processes that sleep; three of 4 GiB each and one of 8."""
     made = [
-        gpu_servers.Spec("g", name, "lru", 64, 1, "m", (), gib, gpu_servers.EAGER)
+        fleet_module.Spec("g", name, "lru", 64, 1, "m", (), gib, fleet_module.EAGER)
         for name, gib in (("a", 4), ("b", 4), ("c", 4), ("big", 8))
     ]
     folder, paths = tmp_path / "fleet", {"patched": "x"}
-    fleet = gpu_servers.Fleet(made, folder, paths, {}, 12, first_port=free_port())
+    fleet = fleet_module.Fleet(made, folder, paths, {}, 12, first_port=free_port())
 
     def sleep(command, **more):
         return Popen([sys.executable, "-c", "import time; time.sleep(600)"], **more)
 
-    monkeypatch.setattr(gpu_servers.subprocess, "Popen", sleep)
+    monkeypatch.setattr(fleet_module.subprocess, "Popen", sleep)
     yield fleet
     fleet.drop(*fleet.running)
 
@@ -185,8 +184,8 @@ def test_servers_that_are_not_needed_make_room(sleepers):
     sleepers.start([c, big])
     assert set(sleepers.running) == {"g:c", "g:big"}
     assert sleepers.running["g:c"].pid == pids["g:c"]
-    assert not gpu_servers.alive(pids["g:a"])
-    assert not gpu_servers.alive(pids["g:b"])
+    assert not alive(pids["g:a"])
+    assert not alive(pids["g:b"])
 
 
 def test_ports_of_running_servers_differ(sleepers):
@@ -198,9 +197,9 @@ def test_ports_of_running_servers_differ(sleepers):
 def test_a_later_call_adopts_what_still_runs(sleepers, tmp_path):
     sleepers.start(sleepers.specs[:2])
     gone = sleepers.running["g:a"].pid
-    gpu_servers.stop_group(gone, 5)
-    gpu_servers.reap(gone)
-    later = gpu_servers.Fleet(sleepers.specs, tmp_path / "fleet", {}, {}, 12)
+    stop_group(gone, 5)
+    reap(gone)
+    later = fleet_module.Fleet(sleepers.specs, tmp_path / "fleet", {}, {}, 12)
     later.adopt()
     assert set(later.running) == {"g:b"}
 
@@ -215,7 +214,7 @@ def test_a_server_that_dies_while_starting_is_run_in_a_plainer_way_once(
         commands.append(command)
         return Popen([sys.executable, "-c", "print('no such kernel')"], **more)
 
-    monkeypatch.setattr(gpu_servers.subprocess, "Popen", die)
+    monkeypatch.setattr(fleet_module.subprocess, "Popen", die)
     sleepers.start([timed])
     sleepers.wait([timed], time.monotonic() + 60)
     assert "no such kernel" in sleepers.lost["g:a"]
@@ -226,11 +225,11 @@ def test_a_server_that_dies_while_starting_is_run_in_a_plainer_way_once(
 
 @pytest.fixture
 def bench(tmp_path, sleepers):
-    store = gpu_evidence.Store(tmp_path / "out", tmp_path / "state", {"started": "first"})
+    store = Store(tmp_path / "out", tmp_path / "state", {"started": "first"}, ["drill"])
     sleepers.start(sleepers.specs[:1])
     now = time.monotonic()
-    return gpu_bench.Bench(
-        sleepers, store, gpu_plan.REHEARSAL, now + 60, tmp_path, True, "drill", now + 60
+    return bench_module.Bench(
+        sleepers, store, plan.REHEARSAL, now + 60, tmp_path, True, "drill", now + 60
     )
 
 
@@ -246,7 +245,7 @@ def test_a_cell_is_on_disk_as_soon_as_it_ends_and_measured_once(bench, tmp_path)
     for folder in ("out", "state"):
         saved = json.loads((tmp_path / folder / "drill.json").read_text())
         assert saved["cells"]["k"]["value"] == 7
-    bench.store = gpu_evidence.Store(tmp_path / "out2", tmp_path / "state", {"started": "second"})
+    bench.store = Store(tmp_path / "out2", tmp_path / "state", {"started": "second"}, ["drill"])
     assert asyncio.run(bench.cell("k", 1, measure, server))["value"] == 7
     assert len(calls) == 1
     asyncio.run(bench.cell("other", 1, measure, server))
@@ -272,14 +271,14 @@ def test_a_cell_that_would_not_end_in_time_is_not_begun(bench):
     async def never():
         raise AssertionError("begun")
 
-    with pytest.raises(gpu_bench.Full):
+    with pytest.raises(bench_module.Full):
         asyncio.run(bench.cell("k", 100, never, bench.fleet.running["g:a"]))
     assert bench.store.part("drill")["errors"] == []
 
 
 def test_a_cell_that_hangs_is_cut_off_at_the_deadline(bench):
     bench.deadline = time.monotonic() + 0.3
-    with pytest.raises(gpu_bench.Full):
+    with pytest.raises(bench_module.Full):
         asyncio.run(
             bench.cell("k", 0.1, asyncio.Event().wait, bench.fleet.running["g:a"]),
         )
@@ -288,7 +287,7 @@ def test_a_cell_that_hangs_is_cut_off_at_the_deadline(bench):
 
 def test_a_dead_server_is_recorded_once_and_its_cells_are_left_out(bench):
     server = bench.fleet.running["g:a"]
-    gpu_servers.stop_group(server.pid, 5)
+    stop_group(server.pid, 5)
 
     async def never():
         raise AssertionError("measured")

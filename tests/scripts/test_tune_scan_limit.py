@@ -5,6 +5,7 @@ import json
 import signal
 
 import pytest
+
 from tune_scan_limit import choose, hot_tokens_for
 
 

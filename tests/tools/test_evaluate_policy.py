@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 
+import pytest
+
 import evaluate_policy
 import make_trace
-import pytest
-import scenarios
-from policy_report import replace_section
-from replay_trace import make_pool
+from lab import scenarios
+from lab.files import replace_section
+from lab.pool import make_pool
 
 BEGIN, END = "<!-- begin generated: policy -->", "<!-- end generated: policy -->"
 

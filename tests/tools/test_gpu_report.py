@@ -4,9 +4,10 @@
 import json
 import math
 
-import gpu_report
-import gpu_stats
 import pytest
+
+import gpu_report
+from page import stats
 
 SIZES = {
     "block_size": 16,
@@ -236,14 +237,14 @@ def test_nothing_to_report_on_exits_2(tmp_path, capsys, content):
 
 
 def test_paired_ratio_is_of_equal_keys_only():
-    found = gpu_stats.paired_ratio({1: 2.0, 2: 8.0, 3: 99.0}, {1: 1.0, 2: 4.0, 4: 1.0})
+    found = stats.paired_ratio({1: 2.0, 2: 8.0, 3: 99.0}, {1: 1.0, 2: 4.0, 4: 1.0})
     assert found == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0), 2)
-    assert gpu_stats.paired_ratio({1: 1.0}, {2: 1.0}) is None
-    assert math.isnan(gpu_stats.paired_ratio({1: 3.0}, {1: 2.0})[1])
+    assert stats.paired_ratio({1: 1.0}, {2: 1.0}) is None
+    assert math.isnan(stats.paired_ratio({1: 3.0}, {1: 2.0})[1])
 
 
 def test_the_interval_covers_the_spread_between_rounds():
-    ratio, low, high, _ = gpu_stats.paired_ratio(
+    ratio, low, high, _ = stats.paired_ratio(
         {i: 0.9 if i % 2 else 1.1 for i in range(20)}, dict.fromkeys(range(20), 1.0)
     )
     assert low < 0.97 < ratio < 1.02 < high

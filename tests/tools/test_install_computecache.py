@@ -14,8 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import install_computecache as installer
 import pytest
+
+import install_computecache as installer
 
 POLICY, METRICS = installer.MODULES
 NAMES = [hook.name for hook in installer.HOOKS]

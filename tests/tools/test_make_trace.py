@@ -2,9 +2,10 @@
 import gzip
 import json
 
-import make_trace
 import pytest
-from traces import read_trace
+
+import make_trace
+from lab.traces import read_trace
 
 REQUESTS = 700  # past the first change of the drifting set
 

@@ -5,16 +5,19 @@ import sys
 from functools import cache
 from types import SimpleNamespace
 
-import make_trace
 import pytest
-import replay_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimum import optimum_hits
-from peers import peer_hits
-from replay_report import chart_of, compare
-from replay_trace import Driver, make_pool, policy_environment, replay
-from traces import read_trace, trace_from_chains
+
+import make_trace
+import replay_trace
+from lab import pool
+from lab.cells import replay
+from lab.optimum import optimum_hits
+from lab.peers import peer_hits
+from lab.pool import Driver, make_pool, policy_environment
+from lab.replay_report import chart_of, compare
+from lab.traces import read_trace, trace_from_chains
 
 # Hit blocks of each mode on the golden traces.
 GOLDEN_LRU = {"flood": 10453, "drift": 7999, "chat": 9636, "agents": 30438, "mix": 3344}
@@ -195,9 +198,9 @@ def test_a_policy_file_is_loaded_under_the_installed_name(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", object())
     with pytest.raises(RuntimeError, match="before vLLM's BlockPool is imported"):
-        replay_trace.try_policy(candidate)
+        pool.try_policy(candidate)
     monkeypatch.delitem(sys.modules, "vllm.v1.core.block_pool")
-    replay_trace.try_policy(candidate)
+    pool.try_policy(candidate)
     assert sys.modules[name].mark == name
 
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import vllm.v1.core.block_pool as block_pool
-from bench_overhead import unpatched_block_pool
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+from vllm.v1.core import computecache_policy as policy_module
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from vllm.v1.core import computecache_policy as policy_module
+from lab.pool import unpatched_block_pool
 
 BLOCK_SIZE = 16
 

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that say where a drill runs and what the candidate is held to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from drills.session import REPO
+from drills.verdict import Limits
+from serving.options import positive
+
+
+def limits(options: argparse.Namespace) -> Limits:
+    """Return what the candidate is held to; a CPU that also runs the client is noisy."""
+    regression = options.ttft_regression
+    if regression is None:
+        regression = 2.0 if options.target == "embedded" else 0.05
+    return Limits(regression, options.ttft_p95_budget_ms, options.min_samples)
+
+
+def share(text: str) -> float:
+    """Parse "5%" or "0.05"."""
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a share such as 5% or 0.05")
+    return value
+
+
+def add_drill_options(parser: argparse.ArgumentParser, targets: tuple[str, ...]) -> None:
+    """Add the options that say where a drill runs and what the candidate is held to."""
+    add = parser.add_argument
+    add("--target", choices=targets, required=True)
+    add("--out", type=Path, default=REPO / "out")
+    add("--model", help="served model name (default: what the server lists first)")
+    add("--project", type=Path, default=REPO, help="folder of compose.yaml and .env")
+    add("--ready-timeout", type=positive, default=1800, help="compose: seconds to become healthy")
+    add("--scan-limit", type=positive, default=64, help="embedded: COMPUTECACHE_SCAN_LIMIT")
+    add("--blocks", type=positive, default=64, help="embedded: blocks of 32 tokens in the pool")
+    add("--max-model-len", type=positive, default=1024, help="embedded: longest request in tokens")
+    add("--ttft-regression", type=share, help="p95 TTFT allowed above lru's (5%%; embedded 200%%)")
+    add("--ttft-p95-budget-ms", type=float, help="instead: no p95 TTFT above this")
+    add("--min-samples", type=positive, default=5, help="pairs of repetitions needed")

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every drill on a target shares: one at a time, visits, interruption, the way back to lru.
+
+A drill is a sequence of visits to servers in given modes. Whatever ends it (its last visit, a
+fault, a signal, kill -9), the target is brought back to lru: at once, or by the next drill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from drills.env_file import EnvFileError
+from drills.signals import Interrupted, ignore_signals, signals_as_interruption
+from drills.targets import TargetError, make_target
+from drills.verdict import FAIL, UNKNOWN, Verdict
+from servers.embedded import ServerError
+from serving.client import Client, read_api_key
+from serving.console import now, say
+from serving.metrics import MetricsError
+from serving.press import press
+from serving.requests import Result, WorkloadError
+
+REPO = Path(__file__).resolve().parents[2]
+# What a visit can end with; anything else is a bug and shows its traceback.
+EXPECTED_ERRORS = (ServerError, MetricsError, TargetError, EnvFileError, WorkloadError)
+DYING_S = 5.0  # from the first request that fails until a server that was killed has ended
+
+
+class State:
+    """What a later run must know if this one is killed: a small JSON file, replaced atomically."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict = json.loads(path.read_text()) if path.is_file() else {}
+
+    def save(self, **changes: object) -> None:
+        """Change some values and write all of them."""
+        self.values |= changes
+        part = self.path.with_suffix(".partial")
+        part.write_text(json.dumps(self.values, indent=1))
+        os.replace(part, self.path)
+
+
+class Session:
+    """A drill in progress: `visits` so far, and `interrupted`, a sentence once a signal came."""
+
+    def __init__(self, options: argparse.Namespace, target, state: State) -> None:
+        self.options, self.target, self.state = options, target, state
+        self.started_at = now()
+        self.visits: list[dict] = []
+        self.interrupted: str | None = None
+
+    def visit(self, role: str, mode: str, *, scan_limit: int | None = None, seed: int = 0) -> dict:
+        """Run the workload once against a server in `mode`; returns the visit, also in `visits`.
+
+        A server that cannot be reached or dies is in the visit's "error".
+        """
+        self.state.save(phase=role, mode=mode)
+        found = {
+            "role": role,
+            "mode_asked": mode,
+            "number": len(self.visits) + 1,
+            "report": None,
+            "error": None,
+            "started_at": now(),
+        }
+        options = argparse.Namespace(**{**vars(self.options), "seed": seed})
+        try:
+            with self.target.visit(role, mode, found["number"], scan_limit) as site:
+                say(f"  ready{f' after {site.ready_s} s' if site.ready_s else ''}: {site.base_url}")
+                found["ready_s"] = site.ready_s
+                patience_s = DYING_S
+                try:
+                    asyncio.run(_measure(site, options, found))
+                    if healthy(found):
+                        patience_s = 0.0
+                except Interrupted:
+                    patience_s = 0.0
+                    raise
+                finally:
+                    if (code := site.exit_code(patience_s)) is not None:
+                        found["error"] = f"the server ended by itself with {code}"
+                found["identity"] = self.target.identity()
+        except EXPECTED_ERRORS as error:
+            found["error"] = found["error"] or str(error)
+            say(f"  {error}")
+        found["finished_at"] = now()
+        self.visits.append(found)
+        return found
+
+    def run(self, steps: Callable[[], None]) -> None:
+        """Run `steps`, which make the visits; a signal ends them and is in `interrupted`."""
+        try:
+            steps()
+        except Interrupted as signal_name:
+            self.interrupted = f"interrupted by {signal_name} in phase {self.state.values['phase']}"
+            say(f"{self.interrupted}; leaving the target in lru")
+        except BaseException:
+            self.target.leave_in_lru()  # a bug: no verdict, but lru all the same
+            raise
+        ignore_signals()
+
+    def finish(self, verdict: Verdict, promote: bool = False) -> dict:
+        """Leave the target in lru, or in active after an ACCEPT with `promote`.
+
+        Adds what went wrong to the verdict; returns how things are left.
+        """
+        if self.interrupted:
+            verdict.add("interrupted", UNKNOWN, self.interrupted)
+        mode, left = "active", "promoted: the stack runs with COMPUTECACHE_MODE=active"
+        try:
+            if promote and verdict.exit_code == 0:
+                self.target.promote()
+            else:
+                mode, left = "lru", self.target.leave_in_lru()
+        except (TargetError, EnvFileError) as error:
+            mode, left = self._restore_after(error, verdict, mode)
+        return {
+            "started_at": self.started_at,
+            "finished_at": now(),
+            "target": self.target.name,
+            "final_mode": mode,
+            "left": left,
+        }
+
+    def _restore_after(self, error: Exception, verdict: Verdict, mode: str) -> tuple[str, str]:
+        """Go back to lru after a failed promotion, or say that lru could not be restored."""
+        if mode == "active":
+            verdict.add("promote", FAIL, f"the promotion failed: {error}")
+            try:
+                return "lru", self.target.leave_in_lru()
+            except (TargetError, EnvFileError) as second:
+                error = second
+        verdict.add("left_in_lru", FAIL, f"lru could not be restored: {error}")
+        return "unknown", f"NOT RESTORED, see docs/canary.md: {error}"
+
+    def close(self, left: dict, outcome: str) -> None:
+        """Note the end. Without lru restored, the next drill begins by trying that again."""
+        finished = left["final_mode"] != "unknown"
+        self.state.save(phase="done", mode=left["final_mode"], finished=finished, outcome=outcome)
+
+
+async def _measure(site, options: argparse.Namespace, found: dict) -> None:
+    def progress(result: Result) -> None:
+        if result.error:
+            say(f"    {result.request.kind}: FAILED: {result.error}")
+        elif result.request.kind == "hot_replay":
+            say(f"    hot replay: {result.cached_tokens} cached, {result.ttft_ms:.1f} ms")
+
+    asyncio.get_running_loop().set_exception_handler(_leave_out_interruption)
+    key = read_api_key(options.project / ".env")
+    timeout_s = options.request_timeout
+    async with Client(
+        site.base_url, api_key=key, model=options.model, timeout_s=timeout_s
+    ) as client:
+        found["vllm"] = await client.version()
+        found["report"] = await press(client, options, site.policy, progress)
+
+
+def _leave_out_interruption(loop: asyncio.AbstractEventLoop, context: dict) -> None:
+    # A signal that arrives inside a request is raised there and, once more, out of the loop.
+    if not isinstance(context.get("exception"), Interrupted):
+        loop.default_exception_handler(context)
+
+
+def healthy(visit: dict) -> bool:
+    """Tell whether a visit can be judged at all."""
+    report = visit["report"]
+    return bool(report) and not (visit["error"] or report["failures"] or report["problems"])
+
+
+@contextmanager
+def open_session(options: argparse.Namespace) -> Iterator[Session]:
+    """Hold the output folder's lock, mend what a killed drill left, and catch signals.
+
+    Raises TargetError when another drill holds the folder or the target cannot be used.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "canary.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TargetError(f"another drill is running with --out {options.out}") from None
+        state = State(options.out / "canary-state.json")
+        target = make_target(options, state.save)
+        before = state.values
+        if not before.get("finished", True) and before["target"] == target.name:
+            say(f"the last drill was killed in phase {before['phase']}: cleaning up after it")
+            target.recover(before)
+        state.values = {"target": target.name, "started_at": now()}
+        state.save(phase="start", mode="lru", finished=False)
+        with signals_as_interruption():
+            yield Session(options, target, state)
+
+
+def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a whole drill; 2 with a message when it could not even be begun."""
+    try:
+        return run(options)
+    except EXPECTED_ERRORS as error:
+        say(f"not run: {error}")
+    except KeyboardInterrupt:
+        say("interrupted before the first visit")
+    return 2

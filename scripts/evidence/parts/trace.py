@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slice of a recorded hour, its hash ids turned into tokens, faster than recorded."""
+
+from __future__ import annotations
+
+import time
+
+from evidence.bench import OPEN_LOOP, Bench, Live, clients, one_use
+from evidence.plan import Sizes
+from evidence.samples import samples
+from serving import shapes
+from serving.console import progress
+from serving.requests import Prompts
+
+
+def trace_slice(
+    records: list[dict], block_tokens: int, tokens_per_s: float, load: float, cell_s: float
+) -> tuple[list[dict], float]:
+    """Return the first records that take `cell_s` at this load, and how much faster to send them.
+
+    tokens_per_s: what the server prefills a second when nothing is cached.
+    """
+    budget, taken = tokens_per_s * load * cell_s, []
+    for record in records:
+        budget -= len(record["hash_ids"]) * block_tokens
+        if budget < 0 and taken:
+            break
+        taken.append(record)
+    span_s = (taken[-1]["timestamp_ms"] - taken[0]["timestamp_ms"]) / 1000
+    return taken, max(span_s / cell_s, 1e-3)
+
+
+async def trace(bench: Bench) -> None:
+    """A slice of a recorded hour, its hash ids turned into tokens, faster than recorded."""
+    sizes = bench.sizes
+    if not bench.trace.exists():
+        bench.store.error(bench.part, "trace", f"{bench.trace} is not there")
+        progress(f"trace: {bench.trace} is not there")
+        return
+    records = list(shapes.read_trace(bench.trace))
+    names = tuple(dict.fromkeys(sizes.trace_order))
+    async with clients(bench.up("mid", names)) as lives:
+        by_name = {live.name: live for live in lives}
+        if "lru" not in by_name:
+            return
+
+        async def speed() -> dict:
+            live = by_name["lru"]
+            mean = sum(len(r["hash_ids"]) for r in records) // len(records)
+            plan = one_use(live, "speed", 48, mean * sizes.trace_block_tokens)
+            await live.run(plan[:8], 8)
+            started = time.perf_counter()
+            await live.run(plan[8:], 8)
+            spent = time.perf_counter() - started
+            return {"tokens_per_s": sum(len(r.prompt) for r in plan[8:]) / spent}
+
+        measured = await bench.cell("speed", 6, speed, by_name["lru"].server)
+        if measured is None:
+            return
+        taken, faster = trace_slice(
+            records,
+            sizes.trace_block_tokens,
+            measured["tokens_per_s"],
+            sizes.trace_load,
+            sizes.trace_cell_s,
+        )
+        for number, name in enumerate(sizes.trace_order):
+            if name in by_name:
+                await bench.cell(
+                    f"run={number} {name}",
+                    1.2 * sizes.trace_cell_s + 5,
+                    lambda name=name: _replay(by_name[name], sizes, taken, faster),
+                    by_name[name].server,
+                )
+
+
+async def _replay(live: Live, sizes: Sizes, taken: list[dict], faster: float) -> dict:
+    plan, too_long = shapes.trace(
+        Prompts(live.pool, "trace"),
+        taken,
+        block_tokens=sizes.trace_block_tokens,
+        speed=faster,
+        max_model_len=live.max_len,
+        max_tokens=2,
+    )
+    await live.reset()
+    before = live.policy()
+    started = time.perf_counter()
+    results = await live.run(plan, OPEN_LOOP)
+    rows = samples(results)
+    asked, hit = sum(row[3] for row in rows), sum(row[4] for row in rows)
+    progress(f"trace {live.name}: {len(rows)} requests, {hit / asked:.4f} cached")
+    return {
+        "requests": len(rows),
+        "too_long": too_long,
+        "speed": faster,
+        "block_tokens": sizes.trace_block_tokens,
+        "elapsed_s": time.perf_counter() - started,
+        "prompt_tokens": asked,
+        "cached_tokens": hit,
+        "samples": [row[1:] for row in rows],
+        "policy_before": before,
+        "policy": live.policy(),
+    }

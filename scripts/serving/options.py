@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that say what a workload sends, and the plan they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from serving import shapes
+from serving.requests import Prompts, Request, WorkloadError, check_plan
+
+PARTS = 10
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to send; tokens are counted by the server's tokenizer."""
+    group = parser.add_argument_group("workload")
+    add = group.add_argument
+    add("--shape", choices=("pressure", "zipf", "sessions", "trace"), default="pressure")
+    add("--hot-tokens", type=positive, default=640, help="size of a hot prefix or first turn")
+    add("--flood-tokens", type=positive, default=640, help="size of a one-use prompt")
+    add("--flood-requests", type=positive, default=6, help="one-use prompts before each replay")
+    add("--replay-every", type=natural, default=0, help="also replay after this many (0: no)")
+    add("--warm-requests", type=positive, default=3, help="times the hot prefix is sent first")
+    add(
+        "--repetitions", type=positive, default=1, help="floods with a replay, prompts of their own"
+    )
+    add("--control-requests", type=natural, default=0, help="zero-reuse prompts a repetition")
+    add("--survival", type=numbers, default=[], help="then floods of these lengths, e.g. 1,2,4")
+    add("--max-tokens", type=positive, default=4, help="tokens to generate for each prompt")
+    add("--prefixes", type=positive, default=4, help="hot prefixes (zipf) or sessions")
+    add("--zipf-exponent", type=float, default=1.0)
+    add("--hot-share", type=float, default=0.5, help="share of zipf requests with a hot prefix")
+    add("--turns", type=positive, default=4, help="turns of a session")
+    add("--turn-tokens", type=positive, default=32, help="tokens each turn or question adds")
+    add("--think-s", type=float, default=0.0, help="seconds between answer and next turn")
+    add("--trace", type=Path, help="trace in the public Mooncake form (.jsonl)")
+    add("--trace-speed", type=float, default=1.0, help="times faster than recorded; 0: no waiting")
+    add("--trace-block-tokens", type=positive, default=512, help="tokens each hash id stands for")
+    add("--concurrency", type=positive, default=1, help="requests in flight at most")
+    add("--arrivals", type=float, help="one-use prompts a second, Poisson (default: no waiting)")
+    add("--max-requests", type=positive, help="cut the plan after this many")
+    add("--max-seconds", type=float, default=600.0, help="start no request after this time")
+    add("--request-timeout", type=float, default=120.0, help="seconds without a byte")
+    add("--seed", type=int, default=0)
+
+
+def workload_settings(options: argparse.Namespace) -> dict:
+    """Return the workload options as they were understood."""
+    parser = argparse.ArgumentParser()
+    add_workload_options(parser)
+    names = vars(parser.parse_args([]))
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+        if name in names
+    }
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """Parse an integer of at least 0."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def numbers(text: str) -> list[int]:
+    """Parse comma-separated integers of at least 1."""
+    return [positive(part) for part in text.split(",") if part.strip()]
+
+
+def make_plan(
+    options: argparse.Namespace, pool: list[int], max_model_len: int
+) -> tuple[list[Request], int]:
+    """Build the plan that the options name; returns it and the trace requests that are too long."""
+    prompts = Prompts(pool, options.seed)
+    gaps = shapes.poisson_gaps(options.arrivals, str(options.seed))
+    left_out = 0
+    if options.shape == "pressure":
+        plan = shapes.pressure(
+            prompts,
+            hot_tokens=options.hot_tokens,
+            flood_tokens=options.flood_tokens,
+            flood_requests=options.flood_requests,
+            replay_every=options.replay_every,
+            warm_requests=options.warm_requests,
+            repetitions=options.repetitions,
+            control_requests=options.control_requests,
+            survival_gaps=options.survival,
+            max_tokens=options.max_tokens,
+            gaps=gaps,
+        )
+    elif options.shape == "zipf":
+        plan = shapes.zipf(
+            prompts,
+            str(options.seed),
+            prefixes=options.prefixes,
+            prefix_tokens=options.hot_tokens,
+            question_tokens=options.turn_tokens,
+            flood_tokens=options.flood_tokens,
+            requests=options.max_requests or 200,
+            exponent=options.zipf_exponent,
+            hot_share=options.hot_share,
+            max_tokens=options.max_tokens,
+            gaps=gaps,
+        )
+    elif options.shape == "sessions":
+        plan = shapes.sessions(
+            prompts,
+            count=options.prefixes,
+            turns=options.turns,
+            first_tokens=options.hot_tokens,
+            turn_tokens=options.turn_tokens,
+            think_s=options.think_s,
+            max_tokens=options.max_tokens,
+            gaps=gaps,
+        )
+    else:
+        if options.trace is None:
+            raise WorkloadError("--shape trace needs --trace FILE")
+        plan, left_out = shapes.trace(
+            prompts,
+            shapes.read_trace(options.trace),
+            block_tokens=options.trace_block_tokens,
+            speed=options.trace_speed,
+            max_model_len=max_model_len,
+            max_tokens=options.max_tokens,
+            max_requests=options.max_requests,
+        )
+    plan = plan[: options.max_requests]
+    if not plan:
+        raise WorkloadError("the plan holds no request: ask for more, or shorter ones")
+    check_plan(plan, max_model_len)
+    if options.shape != "pressure":
+        # Parts of a stream that has no repetitions of its own, for the statistics.
+        for index, request in enumerate(plan):
+            part = index * PARTS // len(plan)
+            request.tag.update(repetition=part, key=f"{options.shape}/{index}")
+    return plan, left_out

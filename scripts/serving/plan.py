@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a plan: many requests in order, some at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from serving.client import Client
+from serving.requests import Request, Result
+
+
+async def run_plan(
+    client: Client,
+    plan: list[Request],
+    *,
+    concurrency: int = 1,
+    max_seconds: float = 600,
+    max_failures: int = 5,
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run the requests in order, at most `concurrency` at once; return their results in order.
+
+    After `max_seconds` or `max_failures` failed requests no more are started, so the answer can be
+    shorter than the plan.
+    """
+    slots = asyncio.Semaphore(concurrency)
+    deadline = time.monotonic() + max_seconds
+    failures = 0
+    tasks: list[asyncio.Task[Result | None]] = []
+    last_of_lane: dict[int, asyncio.Task[Result | None]] = {}
+
+    def over() -> bool:
+        return time.monotonic() > deadline or failures >= max_failures
+
+    async def one(request: Request, before: asyncio.Task[Result | None] | None) -> Result | None:
+        nonlocal failures
+        if before is not None:
+            await before
+            await asyncio.sleep(request.think_s)
+        async with slots:
+            if over():
+                return None
+            result = await (client.send_alone if request.alone else client.send)(request)
+        failures += result.error is not None
+        on_result(result)
+        return result
+
+    started = time.monotonic()
+    for request in plan:
+        if request.alone:
+            await asyncio.gather(*tasks)
+        if request.gap_s:
+            await asyncio.sleep(max(0.0, started + request.gap_s - time.monotonic()))
+        elif request.lane is None:
+            async with slots:  # a closed loop starts the next request when there is room for it
+                pass
+        if over():
+            break
+        started = time.monotonic()
+        tasks.append(asyncio.create_task(one(request, last_of_lane.get(request.lane))))
+        if request.lane is not None:
+            last_of_lane[request.lane] = tasks[-1]
+        await asyncio.sleep(0)  # let it take its slot
+        if request.alone:
+            await tasks[-1]
+    results = await asyncio.gather(*tasks)
+    return [result for result in results if result is not None]

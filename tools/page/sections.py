@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chapters of docs/results.md on parts 1 and 3 to 7."""
+
+from __future__ import annotations
+
+from page.stats import kept, mean_ttft_ms, paired_ratio, percentiles, rounds, server_name
+from page.text import SERVERS, named, ratio_text, table, yes
+
+
+def by_pressure(cells: list[dict], servers: tuple[str, ...]) -> str:
+    rows = []
+    for hot, flood in sorted({(c["hot_tokens"], c["flood_tokens"]) for c in cells}):
+        here = [c for c in cells if (c["hot_tokens"], c["flood_tokens"]) == (hot, flood)]
+        row = [f"{hot:,}", f"{flood:,}", max(c["warm_prefix_cached_tokens"] or 0 for c in here)]
+        for name in servers:
+            of_name = [c for c in here if server_name(c) == name]
+            row.append(" ".join(map(str, kept(of_name))) if of_name else "-")
+        rows.append(row)
+    return table(["hot", "one-use prompt", "cacheable", *map(named, servers)], rows)
+
+
+def preserved(cells: list[dict], name: str) -> tuple[int, int]:
+    """Return in how many of a server's cells all of the hot prefix was kept, and of how many."""
+    of_name = [c for c in cells if server_name(c) == name]
+    whole = [c for c in of_name if min(kept([c])) == c["warm_prefix_cached_tokens"]]
+    return len(whole), len(of_name)
+
+
+def drill(part: dict) -> str:
+    cells = list(part["cells"].values())
+    servers = tuple(n for n in SERVERS if any(server_name(c) == n for c in cells))
+    sizes = part["calls"][-1]["sizes"]
+    counts = {n: "{} of {}".format(*preserved(cells, n)) for n in servers}
+    return (
+        f"Qwen3-0.6B shape, {sizes['small_blocks']} blocks of {sizes['block_size']}. Tokens still "
+        f"cached when the hot prompt comes again after {sizes['drill_step']} one-use prompts, "
+        f"{sizes['drill_floods'] // sizes['drill_step']} times in turn, and last after "
+        f"{sizes['drill_floods']} without a replay between; the least of {sizes['drill_seeds']} "
+        f"seeds.\n\n{by_pressure(cells, servers)}\n\nNothing lost at any replay: "
+        + ", ".join(f"{named(n)} in {count} cells" for n, count in counts.items())
+        + "."
+    )
+
+
+def long(part: dict) -> str:
+    cells = list(part["cells"].values())
+    servers = tuple(n for n in SERVERS if any(server_name(c) == n for c in cells))
+    sizes = part["calls"][-1]["sizes"]
+    text = (
+        f"A pool of {sizes['mid_blocks']:,} blocks of {sizes['block_size']}. Replays after "
+        f"{sizes['long_step']} one-use prompts, {sizes['long_floods'] // sizes['long_step']} times "
+        f"in turn, then after {' and '.join(map(str, sizes['long_survival']))} without a replay "
+        f"between; the least of {sizes['long_seeds']} seeds.\n\n{by_pressure(cells, servers)}"
+    )
+    active = [c for c in cells if server_name(c) == "active64"]
+    if active:
+        least = min(kept(active))
+        block = sizes["block_size"]
+        # The last block of a prompt is always computed, so that there is a token to sample from.
+        goal = (sizes["long_hot_tokens"] - 1) // block * block
+        text += (
+            f"\n\nGoal, all {goal:,} tokens that can hit kept by active 64: {least:,}, "
+            f"{yes(least >= goal)}."
+        )
+    return text
+
+
+def cost(part: dict) -> str:
+    cells = [c for key, c in part["cells"].items() if key.startswith("decode")]
+    text = ""
+    if cells:
+        first = cells[0]
+        rows = []
+        lru = rounds(cells, "lru", lambda c: c["step_ms"])
+        speed = rounds(cells, "lru", lambda c: c["output_tokens"] / c["wall_s"])
+        for name in (n for n in SERVERS if any(server_name(c) == n for c in cells)):
+            steps = _without_first(rounds(cells, name, lambda c: c["step_ms"]))
+            tokens = _without_first(rounds(cells, name, lambda c: c["output_tokens"] / c["wall_s"]))
+            low, middle, high = percentiles(steps.values(), (25, 50, 75))
+            decisions = percentiles(rounds(cells, name, lambda c: c["decisions"]).values(), (50,))[
+                0
+            ]
+            same = name == "lru"
+            rows.append(
+                [
+                    named(name),
+                    f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                    "-" if same else ratio_text(paired_ratio(steps, _without_first(lru))),
+                    f"{percentiles(tokens.values(), (50,))[0]:,.0f}",
+                    "-" if same else ratio_text(paired_ratio(tokens, _without_first(speed))),
+                    f"{decisions / (first['max_tokens'] - 1):.1f}",
+                ]
+            )
+        head = ["server", "ms a step, median (quartiles)", "over lru", "tokens/s", "over lru"]
+        text = (
+            f"Qwen3-0.6B shape, {first['requests']} requests decode {first['max_tokens']} tokens "
+            "each, every block that they take evicts a cached one. Step time is from EngineCore's "
+            "own clock (vllm:request_decode_time_seconds); the first round is dropped; ratios are "
+            "paired by round, with a 95 % bootstrap interval.\n\n"
+            + table([*head, "decisions a step"], rows)
+        )
+    bench = part["cells"].get("get_new_blocks")
+    if bench:
+        rows = [
+            [
+                f"{r['pool_blocks']:,}",
+                r["victims"],
+                r["variant"],
+                f"{r['us_per_call']['median']:.2f}",
+                f"{r['us_per_call']['q1']:.2f} to {r['us_per_call']['q3']:.2f}",
+                f"{r['ratio_to_unpatched']['median']:.2f}",
+            ]
+            for r in bench["rows"]
+        ]
+        head = ["pool", "victims", "variant", "us a call", "quartiles", "x unpatched"]
+        text += (
+            "\n\n`tools/bench_overhead.py` on that machine's CPU, get_new_blocks alone:\n\n"
+            + table(head, rows)
+        )
+    return text
+
+
+def _without_first(values: dict) -> dict:
+    return {key: value for key, value in values.items() if key > 0}
+
+
+def controls(part: dict) -> str:
+    text = {
+        "zero-reuse": "one-use prompts, one at a time",
+        "zero-reuse-busy": "one-use prompts, 16 at a time",
+        "unpressured": "hot prefixes that all fit the pool",
+    }
+    measures = {
+        "mean TTFT": mean_ttft_ms,
+        "requests/s": lambda c: len(c["samples"]) / c["elapsed_s"],
+    }
+    rows = []
+    for kind, described in text.items():
+        cells = [c for key, c in part["cells"].items() if key.split(" ")[0] == kind]
+        for measured, value in measures.items():
+            of = {n: _without_first(rounds(cells, n, value)) for n in SERVERS}
+            if not of["lru"]:
+                continue
+            rows.append(
+                [
+                    described,
+                    measured,
+                    f"{percentiles(of['lru'].values(), (50,))[0]:.2f}",
+                    ratio_text(paired_ratio(of["active64"], of["lru"])),
+                    ratio_text(paired_ratio(of["unpatched"], of["lru"])),
+                ]
+            )
+    head = ["control", "measure", "lru, median", "active 64 over lru", "unpatched over lru"]
+    return (
+        "Qwen3-0.6B shape. Rounds with equal prompts on each server in turn, the first round "
+        "dropped; geometric means with 95 % bootstrap intervals over rounds. The last column is "
+        f"the noise between two servers that do the same.\n\n{table(head, rows)}"
+    )
+
+
+def trace(part: dict) -> str:
+    cells = [c for key, c in part["cells"].items() if key.startswith("run=")]
+    if not cells:
+        return "Not measured."
+    rows = []
+    for cell in cells:
+        values = percentiles(row[0] for row in cell["samples"])
+        rows.append(
+            [
+                named(server_name(cell)),
+                f"{cell['requests']:,}",
+                f"{100 * cell['cached_tokens'] / cell['prompt_tokens']:.2f}",
+                " / ".join(f"{v:.1f}" for v in values),
+                f"{cell['requests'] / cell['elapsed_s']:.1f}",
+            ]
+        )
+    first, sizes = cells[0], part["calls"][-1]["sizes"]
+    tokens = first["block_tokens"]
+    times = {}
+    for cell in reversed(cells):  # the first run of each
+        times[server_name(cell)] = {i: row[0] for i, row in enumerate(cell["samples"])}
+    ratio = paired_ratio(times.get("active64", {}), times.get("lru", {}))
+    return (
+        f"The first {first['requests']:,} requests of mooncake_conversation that fit, "
+        f"{first['speed']:.1f} times faster than recorded, on the 0.6B shape with "
+        f"{sizes['mid_blocks']:,} blocks of {sizes['block_size']}. Each hash id stands for "
+        f"{tokens} tokens instead of 512, so the pool holds "
+        f"{sizes['mid_blocks'] * sizes['block_size'] // tokens:,} of the trace's blocks. Runs "
+        "in the order in which they were made.\n\n"
+        + table(["server", "requests", "hit %", "TTFT p50 / p95 / p99 ms", "requests/s"], rows)
+        + "\n\nTTFT of active 64 over lru, first run of each, paired by request: "
+        f"{ratio_text(ratio)}."
+    )
+
+
+def dp2(part: dict) -> str:
+    return _engines("The CPU server", part)
+
+
+def dp2gpu(part: dict) -> str:
+    return _engines("The 0.6B shape on two GPUs", part)
+
+
+def _engines(what: str, part: dict) -> str:
+    rows = []
+    for mode, cell in part["cells"].items():
+        for engine, report in cell["engines"].items():
+            rows.append(
+                [
+                    mode,
+                    engine,
+                    "{post_flood_cached_tokens} of {warm_prefix_cached_tokens}".format(**report),
+                    cell["endpoints"][engine]["pools"],
+                    ", ".join(f"engine {e}: {n}" for e, n in report["decisions"].items()),
+                    report["requests"]["failed"],
+                ]
+            )
+    head = ["mode", "engine", "kept after floods", "policies at its endpoint"]
+    head += ["decisions meanwhile", "failed"]
+    return (
+        f"{what} with `--data-parallel-size 2`. The drill ran on one engine and then on the other; "
+        "each serves its own policy on a port of its own. In mode lru the policy takes no "
+        f"decision.\n\n{table(head, rows)}"
+    )

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chapter of docs/results.md on time to first token (part 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from page.plots import after_floods, under_load
+from page.stats import (
+    CACHED,
+    KIND,
+    PROMPT,
+    TTFT_MS,
+    goodput,
+    paired_ratio,
+    percentiles,
+    prefill,
+    server_name,
+)
+from page.text import SERVERS, named, ratio_text, table, yes
+
+LIMIT_RATIO, LRU_RATIO, WORSE = 1.15, 3.0, 1.02  # the goals
+
+
+def ttft(part: dict, pictures: Path, budget_ms: float) -> str:
+    """One request at a time, then Poisson arrivals; draws both pictures."""
+    sizes = part["calls"][-1]["sizes"]
+    alone = [c for key, c in part["cells"].items() if key.startswith("alone")]
+    loaded = [c for key, c in part["cells"].items() if key.startswith("load")]
+    hots = " or ".join(
+        f"{sizes['hot_set_tokens'] // hot} of {hot:,}" for hot in sizes["hot_tokens"]
+    )
+    text = (
+        f"Qwen3-8B shape, {sizes['large_blocks']:,} blocks of {sizes['block_size']} "
+        f"(`roomy`: lru with {sizes['roomy_blocks']:,}, so that nothing is lost). Hot prefixes of "
+        f"{sizes['hot_set_tokens']:,} tokens in all ({hots}), each followed by a question of "
+        f"{sizes['question_tokens']} tokens; one-use prompts of {sizes['flood_tokens']:,}, on "
+        f"average {sizes['floods_per_use']:.0f} between two uses of a prefix.\n\n"
+    )
+    limits = {
+        hot: percentiles(r[TTFT_MS] for c in alone if c["hot_tokens"] == hot for r in c["limit"])[0]
+        for hot in sorted({c["hot_tokens"] for c in alone})
+    }
+    if alone:
+        text += _alone(alone, limits, sizes)
+        after_floods(alone, pictures / "ttft_after_floods.svg")
+        text += f"\n![TTFT after floods](results/{pictures.name}/ttft_after_floods.svg)\n\n"
+    if loaded:
+        text += _loaded(loaded, limits, budget_ms)
+        under_load(loaded, limits, pictures / "ttft_under_load.svg")
+        text += f"\n![TTFT under load](results/{pictures.name}/ttft_under_load.svg)\n"
+    return text
+
+
+def _alone(cells: list[dict], limits: dict[int, float], sizes: dict) -> str:
+    rows, goals = [], []
+    for hot, limit in limits.items():
+        ratios, owns = {}, {}
+        for name in SERVERS:
+            for cell in cells:
+                if cell["hot_tokens"] != hot or server_name(cell) != name:
+                    continue
+                replays = cell["replays"]
+                middle, high, _ = percentiles(r[TTFT_MS] for r in replays)
+                ratios[name] = middle / limit
+                hit = sum(r[CACHED] for r in replays) / sum(r[PROMPT] for r in replays)
+                own = percentiles(r[TTFT_MS] for r in cell["limit"])[0]
+                owns[name] = middle / own
+                numbers = f"{limit:.1f}", f"{own:.1f}", f"{middle:.1f}", f"{high:.1f}"
+                numbers += f"{ratios[name]:.2f}", f"{owns[name]:.2f}"
+                rows.append([f"{hot:,}", named(name), *numbers, f"{100 * hit:.1f}"])
+        if {"lru", "active64"} <= set(ratios):
+            holds = ratios["active64"] <= LIMIT_RATIO and ratios["lru"] >= LRU_RATIO
+            goals.append(
+                f"* {hot:,} hot tokens: active 64 at {ratios['active64']:.2f} x the hit without a "
+                f"flood, lru at {ratios['lru']:.2f} x. Goal, at most {LIMIT_RATIO} where lru is at "
+                f"{LRU_RATIO:.0f} or worse: {yes(holds)}. To the same server's own hit: "
+                f"{owns['active64']:.2f} and {owns['lru']:.2f} x."
+            )
+    head = ["hot", "server", "no flood p50 ms", "its own", "p50 ms", "p95 ms", "x no flood"]
+    head += ["x its own", "cached %"]
+    return (
+        "### One request at a time\n\nTTFT of a hot request after "
+        f"{sizes['floods_per_use']:.0f} one-use prompts. No flood: a hit with nothing before it, "
+        f"on all servers and on the same one.\n\n{table(head, rows)}\n\n" + "\n".join(goals) + "\n"
+    )
+
+
+def _loaded(cells: list[dict], limits: dict[int, float], budget_ms: float) -> str:
+    rows, ratios = [], []
+    for hot, load in sorted({(c["hot_tokens"], c["load"]) for c in cells}):
+        here = [c for c in cells if (c["hot_tokens"], c["load"]) == (hot, load)]
+        for name in SERVERS:
+            if of_name := [c for c in here if server_name(c) == name]:
+                numbers = _load_row(of_name, limits.get(hot), budget_ms)
+                rows.append([f"{hot:,}", f"{load:g}", named(name), *numbers])
+        ratios.append([f"{hot:,}", f"{load:g}", *_over_lru(here)])
+    head = ["hot", "load", "server", "requests/s", "hot n", "hot p50 / p95 / p99 ms"]
+    head += ["x no flood", "one-use p50 / p95 / p99 ms", f"inside {budget_ms:.0f} ms"]
+    head += ["inside, per s", "computed Mtok", "saved Mtok"]
+    return (
+        "### Poisson arrivals\n\nLoad is the arrival rate as a share of what lru can just serve "
+        "one request at a time. Prompts and arrival times are the same for every server.\n\n"
+        f"{table(head, rows)}\n\nActive 64 over lru, paired by request (requests/s: by repeat): "
+        "geometric mean with a 95 % bootstrap interval. Requests of one run wait for each other, "
+        "so the intervals of TTFT are too narrow. Goal: requests/s at least "
+        f"{2 - WORSE:.2f}, one-use TTFT at most {WORSE:.2f}.\n\n"
+        + table(["hot", "load", "requests/s", "one-use TTFT", "hot TTFT"], ratios)
+        + "\n"
+    )
+
+
+def _load_row(cells: list[dict], limit: float | None, budget_ms: float) -> list[str]:
+    rows = [row for cell in cells for row in cell["samples"]]
+    of_kind = {k: [r[TTFT_MS] for r in rows if r[KIND] == k] for k in ("hot", "flood")}
+    shown = {k: " / ".join(f"{v:.0f}" for v in percentiles(of_kind[k])) for k in of_kind}
+    inside, per_s = goodput(cells, budget_ms)
+    computed, saved = prefill(cells)
+    return [
+        f"{len(rows) / sum(c['elapsed_s'] for c in cells):.2f}",
+        str(len(of_kind["hot"])),
+        shown["hot"],
+        f"{percentiles(of_kind['hot'])[0] / limit:.2f}" if limit else "-",
+        shown["flood"],
+        f"{100 * inside:.1f} %",
+        f"{per_s:.2f}",
+        f"{computed / 1e6:.2f}",
+        f"{saved / 1e6:.2f}",
+    ]
+
+
+def _over_lru(cells: list[dict]) -> list[str]:
+    """Requests a second, one-use TTFT and hot TTFT of active 64 over lru, as text."""
+
+    def ratio(values: Callable[[dict], dict]) -> str:
+        sides = []
+        for name in ("active64", "lru"):
+            of_name = [c for c in cells if server_name(c) == name]
+            sides.append({k: v for c in of_name for k, v in values(c).items()})
+        return ratio_text(paired_ratio(*sides))
+
+    def times(kind: str) -> Callable[[dict], dict]:
+        return lambda cell: {
+            (cell["repeat"], i): row[TTFT_MS]
+            for i, row in enumerate(cell["samples"])
+            if row[KIND] == kind
+        }
+
+    rate = ratio(lambda cell: {cell["repeat"]: len(cell["samples"]) / cell["elapsed_s"]})
+    return [rate, ratio(times("flood")), ratio(times("hot"))]
