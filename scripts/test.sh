@@ -19,8 +19,7 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 bash scripts/setup_env.sh serve tools peers test
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
+bash scripts/lint.sh
 # The policy and its safety suite need the standard library only.
 python3 tests/v1/core/test_computecache_policy.py
 exec .venv/bin/python -m pytest "$@"
