@@ -36,6 +36,7 @@ from evidence.store import Store
 from servers.fleet import Fleet
 from servers.tiny_model import make_model
 from serving.console import now, progress
+from serving.traces import trace_file
 
 PARTS = {
     part.__name__: part
@@ -94,7 +95,8 @@ async def run(options: argparse.Namespace, parts: list[str], deadline: float) ->
         **machine(),
     }
     store = Store(options.out, folder, meta, PARTS)
-    bench = Bench(fleet, store, sizes, deadline, options.trace, options.rehearse)
+    rows = options.trace.rows if options.trace else []
+    bench = Bench(fleet, store, sizes, deadline, rows, options.rehearse)
     planned = dict(sizes.planned_s)
     short = False
     try:
@@ -155,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--parts", default=DEFAULT_PARTS, help=f"comma-separated, of {', '.join(PARTS)}")
     add("--site", type=Path, help="folder that holds vllm/ (default: the one this Python imports)")
     add("--model", type=Path, help="folder with config.json and tokenizer of Qwen3-0.6B")
-    add("--trace", type=Path, help="Mooncake-form trace, for the part of that name")
+    add("--trace", type=trace_file, help="Mooncake-form trace, for the part of that name")
     add("--commit", default="unknown", help="what is measured, for the JSON")
     add("--first-port", type=int, default=8200)
     add("--keep", action="store_true", help="leave the servers running for the next call")

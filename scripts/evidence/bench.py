@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 
@@ -23,6 +22,7 @@ from serving.options import add_workload_options
 from serving.plan import run_plan
 from serving.press import read_policy
 from serving.requests import Prompts, Request, Result, WorkloadError
+from serving.traces import TraceRow
 
 KEPT_KEYS = (
     "mode",
@@ -48,13 +48,16 @@ class Full(Exception):
 
 @dataclass
 class Bench:
-    """What a part works with. deadline: a time.monotonic() at which everything must be over."""
+    """What a part works with. deadline: a time.monotonic() at which everything must be over.
+
+    trace_rows: the recorded requests, for the part of that name.
+    """
 
     fleet: Fleet
     store: Store
     sizes: Sizes
     deadline: float
-    trace: Path
+    trace_rows: list[TraceRow]
     rehearse: bool
     part: str = ""
     part_deadline: float = 0.0

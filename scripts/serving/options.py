@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from serving import shapes
 from serving.requests import Prompts, Request, WorkloadError, check_plan
+from serving.traces import TraceFile, trace_file
 
 PARTS = 10
 
@@ -34,7 +34,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=positive, default=4, help="turns of a session")
     add("--turn-tokens", type=positive, default=32, help="tokens each turn or question adds")
     add("--think-s", type=float, default=0.0, help="seconds between answer and next turn")
-    add("--trace", type=Path, help="trace in the public Mooncake form (.jsonl)")
+    add("--trace", type=trace_file, help="in the public Mooncake form (.jsonl or .jsonl.gz)")
     add("--trace-speed", type=float, default=1.0, help="times faster than recorded; 0: no waiting")
     add("--trace-block-tokens", type=positive, default=512, help="tokens each hash id stands for")
     add("--concurrency", type=positive, default=1, help="requests in flight at most")
@@ -51,7 +51,7 @@ def workload_settings(options: argparse.Namespace) -> dict:
     add_workload_options(parser)
     names = vars(parser.parse_args([]))
     return {
-        name: str(value) if isinstance(value, Path) else value
+        name: str(value.path) if isinstance(value, TraceFile) else value
         for name, value in vars(options).items()
         if name in names
     }
@@ -127,7 +127,7 @@ def make_plan(
             raise WorkloadError("--shape trace needs --trace FILE")
         plan, left_out = shapes.trace(
             prompts,
-            shapes.read_trace(options.trace),
+            options.trace.rows,
             block_tokens=options.trace_block_tokens,
             speed=options.trace_speed,
             max_model_len=max_model_len,

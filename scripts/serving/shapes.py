@@ -7,13 +7,12 @@ prefixes, chat sessions, and a recorded trace in the public Mooncake form.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from pathlib import Path
 
-from serving.requests import Prompts, Request, WorkloadError
+from serving.requests import Prompts, Request
+from serving.traces import TraceRow
 
 
 def poisson_gaps(rate_per_s: float | None, seed: str) -> Iterable[float]:
@@ -156,27 +155,9 @@ def sessions(
     return plan
 
 
-def read_trace(path: Path) -> Iterable[dict]:
-    """Yield the requests of a Mooncake-form trace. WorkloadError names file, line and fault."""
-    needed = {"timestamp_ms": (int, float), "input_length": int, "hash_ids": list}
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                record.setdefault("timestamp_ms", record.get("timestamp"))
-                faults = [n for n, kind in needed.items() if not isinstance(record[n], kind)]
-            except (json.JSONDecodeError, AttributeError) as error:
-                raise WorkloadError(f"{path}:{number}: not a JSON object ({error})") from error
-            except KeyError as error:
-                raise WorkloadError(f"{path}:{number}: {error} is missing") from error
-            if faults:
-                raise WorkloadError(f"{path}:{number}: wrong type of {', '.join(faults)}")
-            yield record
-
-
 def trace(
     prompts: Prompts,
-    records: Iterable[dict],
+    rows: Iterable[TraceRow],
     *,
     block_tokens: int,
     speed: float = 1.0,
@@ -184,30 +165,29 @@ def trace(
     max_tokens: int = 4,
     max_requests: int | None = None,
 ) -> tuple[list[Request], int]:
-    """Turn trace records into a plan; returns it and how many requests exceed `max_model_len`.
+    """Turn a trace's rows into a plan; returns it and how many requests exceed `max_model_len`.
 
     Every hash id becomes `block_tokens` synthetic tokens, the same wherever the id appears, so
-    equal prefixes stay equal. A last partial block is dropped. Arrival times are divided by
-    `speed`; 0 sends in a closed loop.
+    equal prefixes stay equal. `rows` are in order of time, as the reader leaves them; a request
+    without a full block is left out. Arrival times are divided by `speed`; 0 sends in a closed
+    loop.
     """
     plan: list[Request] = []
     too_long = 0
     before_ms = None
-    for record in records:
+    for row in rows:
         if max_requests is not None and len(plan) >= max_requests:
             break
-        ids = record["hash_ids"]
-        if record["input_length"] % record.get("block_size", 512):
-            ids = ids[:-1]
-        now_ms = record["timestamp_ms"]
-        gap_s = (now_ms - before_ms) / 1000 / speed if speed and before_ms is not None else 0.0
-        if not ids:
+        if not row.hash_ids:
             continue
-        if len(ids) * block_tokens + max_tokens > max_model_len:
+        if len(row.hash_ids) * block_tokens + max_tokens > max_model_len:
             too_long += 1
             continue
-        before_ms = now_ms
-        prompt = [token for i in ids for token in prompts.draw(f"trace/{i}", block_tokens)]
-        tag = {"shares": f"trace/{ids[0]}"}
-        plan.append(Request("trace", prompt, max_tokens, gap_s=max(0.0, gap_s), tag=tag))
+        gap_s = 0.0
+        if speed and before_ms is not None:
+            gap_s = (row.timestamp_ms - before_ms) / 1000 / speed
+        before_ms = row.timestamp_ms
+        prompt = [token for i in row.hash_ids for token in prompts.draw(f"trace/{i}", block_tokens)]
+        tag = {"shares": f"trace/{row.hash_ids[0]}"}
+        plan.append(Request("trace", prompt, max_tokens, gap_s=gap_s, tag=tag))
     return plan, too_long

@@ -18,6 +18,7 @@ from evidence.store import Store
 from servers import fleet as fleet_module
 from servers.processes import alive, free_port, reap, stop_group
 from serving.metrics import MetricsError
+from serving.traces import TraceRow
 
 SMALL = {
     "num_hidden_layers": 28,
@@ -119,19 +120,19 @@ def test_turns_put_each_first_as_often_as_the_others(count):
     assert sorted(order[0] for order in orders) == sorted(2 * names)
 
 
-def record(at_ms, ids):
-    return {"timestamp_ms": at_ms, "hash_ids": list(range(ids))}
+def row(at_ms, ids):
+    return TraceRow(at_ms, 512 * ids, 1, list(range(ids)), 512)
 
 
 def test_a_trace_slice_is_as_long_as_the_time_allows():
-    records = [record(1000 * i, 10) for i in range(100)]
-    taken, faster = trace_slice(records, block_tokens=10, tokens_per_s=500, load=0.5, cell_s=10)
+    rows = [row(1000 * i, 10) for i in range(100)]
+    taken, faster = trace_slice(rows, block_tokens=10, tokens_per_s=500, load=0.5, cell_s=10)
     assert len(taken) == 25  # 100 tokens each, 250 tokens a second, 10 seconds
     assert faster == pytest.approx(2.4)
 
 
 def test_a_trace_slice_is_never_empty():
-    taken, faster = trace_slice([record(0, 99), record(9, 99)], 512, 10, 0.5, 1)
+    taken, faster = trace_slice([row(0, 99), row(9, 99)], 512, 10, 0.5, 1)
     assert len(taken) == 1
     assert faster > 0
 
@@ -229,7 +230,7 @@ def bench(tmp_path, sleepers):
     sleepers.start(sleepers.specs[:1])
     now = time.monotonic()
     return bench_module.Bench(
-        sleepers, store, plan.REHEARSAL, now + 60, tmp_path, True, "drill", now + 60
+        sleepers, store, plan.REHEARSAL, now + 60, [], True, "drill", now + 60
     )
 
 

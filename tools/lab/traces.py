@@ -4,20 +4,39 @@
 A line holds ``timestamp_ms`` (or ``timestamp``), ``input_length`` and
 ``output_length`` in tokens, ``hash_ids`` (one per prompt block; an id stands for
 the block *and* everything before it) and ``block_size`` in tokens. A last block
-that the prompt does not fill is dropped: vLLM caches full blocks only.
+that the prompt does not fill is dropped, and its id may be left out of the line:
+vLLM caches full blocks only.
+
+Standard library only: scripts/ reads traces with it, too (scripts/serving/traces.py).
 """
 
+import codecs
 import gzip
 import json
-import math
+import reprlib
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_BLOCK_SIZE = 512  # tokens; the published Mooncake files do not name theirs
+GZIP_MAGIC = b"\x1f\x8b"
+MOST = 2**53  # of milliseconds or tokens: above it a float no longer tells neighbours apart
 
 
 class TraceError(ValueError):
     """A trace that cannot be used; the text names file, line and fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request. Lengths and ``block_size`` are tokens; ``hash_ids`` name its full blocks."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -38,64 +57,97 @@ class Trace:
         return sum(map(len, self.requests))
 
 
-def _line_fault(record: object, block_size: int) -> str | None:
-    """What is wrong with one decoded line, or None."""
-    if not isinstance(record, dict):
-        return f"expected an object, found {type(record).__name__}"
+def _integer(record: dict, key: str, least: int, default: int | None = None) -> int:
+    value = record.get(key, default)
+    if type(value) is not int or not least <= value <= MOST:
+        shown = reprlib.repr(value)
+        raise ValueError(f"{key} is {shown}, expected an integer >= {least} and at most 2**53")
+    return value
+
+
+def _milliseconds(record: dict) -> float:
     stamp = record.get("timestamp_ms", record.get("timestamp"))
     if isinstance(stamp, bool) or not isinstance(stamp, (int, float)):
-        return f"timestamp_ms is {stamp!r}, expected a number of milliseconds"
-    if not math.isfinite(stamp) or stamp < 0:
-        return f"timestamp_ms is {stamp!r}, expected a finite number >= 0"
-    for key, value, least in (
-        ("block_size", block_size, 1),
-        ("input_length", record.get("input_length"), 0),
-        ("output_length", record.get("output_length", 0), 0),
-    ):
-        if type(value) is not int or value < least:
-            return f"{key} is {value!r}, expected an integer >= {least}"
+        shown = reprlib.repr(stamp)
+        raise ValueError(f"timestamp_ms is {shown}, expected a number of milliseconds")
+    if not 0 <= stamp <= MOST:  # NaN is neither
+        shown = reprlib.repr(stamp)
+        raise ValueError(f"timestamp_ms is {shown}, expected a finite number >= 0, at most 2**53")
+    return stamp
+
+
+def _row(line: str) -> TraceRow:
+    """The request that a line describes. Raises ValueError with what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    except ValueError as error:  # Python converts no integer of more than 4,300 digits
+        raise ValueError("not a request: a number in it has too many digits") from error
+    except RecursionError as error:
+        raise ValueError("not a request: nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, found {type(record).__name__}")
+    stamp = _milliseconds(record)
+    block_size = _integer(record, "block_size", 1, DEFAULT_BLOCK_SIZE)
+    tokens = _integer(record, "input_length", 0)
+    output = _integer(record, "output_length", 0, 0)
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-        return "hash_ids is not a list of integers >= 0"
-    full, rest = divmod(record["input_length"], block_size)
+        raise ValueError("hash_ids is not a list of integers >= 0")
+    full, rest = divmod(tokens, block_size)
     if len(ids) not in (full, full + bool(rest)):
-        return (
-            f"{len(ids)} hash_ids for {record['input_length']} tokens in blocks of "
+        raise ValueError(
+            f"{len(ids)} hash_ids for {tokens} tokens in blocks of "
             f"{block_size}, expected {full + bool(rest)}"
         )
-    return None
+    return TraceRow(stamp, tokens, output, ids[:full], block_size)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers, from 1. Raises TraceError when the file cannot be read."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            # What a file is, not what it is called: either may have been renamed.
+            zipped = file.peek(2)[:2] == GZIP_MAGIC
+            with gzip.GzipFile(fileobj=file) if zipped else file as lines:
+                for number, line in enumerate(lines, 1):
+                    yield number, line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path}:{number + 1}: damaged gzip data: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+
+
+def read_rows(path: Path) -> list[TraceRow]:
+    """The requests of a trace file, gzip or not, in order of time; ties keep their places.
+
+    Blank lines and a byte order mark are passed over. Raises TraceError as
+    ``file:line: fault``, without a line when the file cannot be opened.
+    """
+    rows = []
+    for number, line in _lines(path):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            rows.append(_row(line.decode()))
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path}:{number}: not JSON: {error}") from error
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+    if not rows:
+        raise TraceError(f"{path}:1: no requests in the file")
+    rows.sort(key=lambda row: row.timestamp_ms)
+    return rows
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a ``.jsonl`` or ``.jsonl.gz`` trace; requests in order of time.
-
-    Raises TraceError as ``file:line: fault``, OSError when it cannot be read.
-    """
-    opener = gzip.open if path.suffix == ".gz" else open
-    rows: list[tuple[float, list[int]]] = []
-    number = 0
-    try:
-        with opener(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                size = DEFAULT_BLOCK_SIZE
-                if isinstance(record, dict):
-                    size = record.get("block_size", size)
-                if fault := _line_fault(record, size):
-                    raise TraceError(f"{path}:{number}: {fault}")
-                stamp = record.get("timestamp_ms", record.get("timestamp"))
-                rows.append((stamp, record["hash_ids"][: record["input_length"] // size]))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}:{number}: not JSON: {error}") from error
-    except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:
-        raise TraceError(f"{path}:{number + 1}: damaged gzip data: {error}") from error
-    if not rows:
-        raise TraceError(f"{path}:1: no requests in the file")
-    rows.sort(key=lambda row: row[0])
+    """The trace in a file, as chains of blocks. Raises TraceError as read_rows does."""
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return trace_from_chains(name, [ids for _, ids in rows])
+    return trace_from_chains(name, [row.hash_ids for row in read_rows(path)])
 
 
 def trace_from_chains(name: str, chains: list[list[int]]) -> Trace:

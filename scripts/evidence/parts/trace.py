@@ -11,33 +11,31 @@ from evidence.samples import samples
 from serving import shapes
 from serving.console import progress
 from serving.requests import Prompts
+from serving.traces import TraceRow
 
 
 def trace_slice(
-    records: list[dict], block_tokens: int, tokens_per_s: float, load: float, cell_s: float
-) -> tuple[list[dict], float]:
-    """Return the first records that take `cell_s` at this load, and how much faster to send them.
+    rows: list[TraceRow], block_tokens: int, tokens_per_s: float, load: float, cell_s: float
+) -> tuple[list[TraceRow], float]:
+    """Return the first rows that take `cell_s` at this load, and how much faster to send them.
 
     tokens_per_s: what the server prefills a second when nothing is cached.
     """
-    budget, taken = tokens_per_s * load * cell_s, []
-    for record in records:
-        budget -= len(record["hash_ids"]) * block_tokens
+    budget = tokens_per_s * load * cell_s
+    taken: list[TraceRow] = []
+    for row in rows:
+        budget -= len(row.hash_ids) * block_tokens
         if budget < 0 and taken:
             break
-        taken.append(record)
-    span_s = (taken[-1]["timestamp_ms"] - taken[0]["timestamp_ms"]) / 1000
+        taken.append(row)
+    span_s = (taken[-1].timestamp_ms - taken[0].timestamp_ms) / 1000
     return taken, max(span_s / cell_s, 1e-3)
 
 
 async def trace(bench: Bench) -> None:
     """A slice of a recorded hour, its hash ids turned into tokens, faster than recorded."""
     sizes = bench.sizes
-    if not bench.trace.exists():
-        bench.store.error(bench.part, "trace", f"{bench.trace} is not there")
-        progress(f"trace: {bench.trace} is not there")
-        return
-    records = list(shapes.read_trace(bench.trace))
+    rows = bench.trace_rows
     names = tuple(dict.fromkeys(sizes.trace_order))
     async with clients(bench.up("mid", names)) as lives:
         by_name = {live.name: live for live in lives}
@@ -46,7 +44,7 @@ async def trace(bench: Bench) -> None:
 
         async def speed() -> dict:
             live = by_name["lru"]
-            mean = sum(len(r["hash_ids"]) for r in records) // len(records)
+            mean = sum(len(row.hash_ids) for row in rows) // len(rows)
             plan = one_use(live, "speed", 48, mean * sizes.trace_block_tokens)
             await live.run(plan[:8], 8)
             started = time.perf_counter()
@@ -58,7 +56,7 @@ async def trace(bench: Bench) -> None:
         if measured is None:
             return
         taken, faster = trace_slice(
-            records,
+            rows,
             sizes.trace_block_tokens,
             measured["tokens_per_s"],
             sizes.trace_load,
@@ -74,7 +72,7 @@ async def trace(bench: Bench) -> None:
                 )
 
 
-async def _replay(live: Live, sizes: Sizes, taken: list[dict], faster: float) -> dict:
+async def _replay(live: Live, sizes: Sizes, taken: list[TraceRow], faster: float) -> dict:
     plan, too_long = shapes.trace(
         Prompts(live.pool, "trace"),
         taken,

@@ -3,7 +3,6 @@
 
 import asyncio
 import itertools
-import json
 import statistics
 import threading
 
@@ -122,50 +121,6 @@ def test_a_session_sends_its_conversation_again_and_more():
         assert [len(r.prompt) for r in turns] == [40, 50, 60]
         assert turns[2].prompt[:50] == turns[1].prompt
         assert turns[1].think_s == 1.5
-
-
-def write_trace(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_a_trace_keeps_its_shared_prefixes_times_and_whole_blocks(tmp_path):
-    path = write_trace(
-        tmp_path / "t.jsonl",
-        {"timestamp_ms": 1000, "input_length": 1024, "hash_ids": [1, 2], "block_size": 512},
-        {"timestamp_ms": 3000, "input_length": 1200, "hash_ids": [1, 2, 3], "block_size": 512},
-        {"timestamp_ms": 3000, "input_length": 100, "hash_ids": [4], "block_size": 512},
-        {"timestamp": 4000, "input_length": 4096, "hash_ids": list(range(5, 13))},
-        {"timestamp_ms": 5000, "input_length": 512, "hash_ids": [99], "block_size": 512},
-    )
-    plan, too_long = shapes.trace(
-        Prompts(POOL, 0),
-        shapes.read_trace(path),
-        block_tokens=16,
-        speed=2.0,
-        max_model_len=100,
-    )
-    check_plan(plan, 100)
-    assert too_long == 1
-    assert [len(r.prompt) for r in plan] == [32, 32, 16]
-    assert plan[0].prompt == plan[1].prompt  # the partial third block was dropped
-    assert [r.gap_s for r in plan] == [0.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("{", "not a JSON object"),
-        ("[1]", "not a JSON object"),
-        ('{"timestamp_ms": 1, "hash_ids": []}', "'input_length' is missing"),
-        ('{"timestamp_ms": 1, "input_length": "9", "hash_ids": []}', "wrong type of input_length"),
-    ],
-)
-def test_a_bad_trace_line_is_named(tmp_path, line, fault):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"timestamp_ms": 0, "input_length": 1, "hash_ids": [1]}\n' + line + "\n")
-    with pytest.raises(WorkloadError, match=rf"t\.jsonl:2: {fault}"):
-        list(shapes.read_trace(path))
 
 
 def test_results_come_in_the_order_of_the_plan_with_cached_tokens_and_ttft(fake):
