@@ -15,7 +15,6 @@ that share is at most 0.1 %, 1: it is more, 2: vLLM or the patch is missing.
 """
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import statistics
@@ -23,7 +22,9 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import ModuleType
 
+from lab.modules import load_module
 from lab.pool import Driver, make_pool, quiet_vllm
 
 CORE = Path(__file__).resolve().parents[1] / "vllm/v1/core"
@@ -35,12 +36,9 @@ CHAIN_BLOCKS = 64
 UNIQUE_BLOCKS = 64 * POOL_BLOCKS
 
 
-def load(name: str):
+def load(name: str) -> ModuleType:
     """A module of the patch from its file: vLLM itself is not needed for the decoy."""
-    spec = importlib.util.spec_from_file_location(name, CORE / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(name, CORE / f"{name}.py")
 
 
 def endpoint(metrics, policy) -> str:
@@ -105,7 +103,8 @@ def measure(rounds: int, round_s: float, scrapes_per_s: float) -> dict:
         driver, stream = Driver(pool, UNIQUE_BLOCKS, concurrency=8), requests()
         while not scrapes[0]:  # also fills the pool
             us_per_allocation(driver, stream, round_s)
-        without, scraped = [], []
+        without: list[float] = []
+        scraped: list[float] = []
         for number in range(rounds):
             for scrape in (False, True) if number % 2 else (True, False):
                 at_pool.set() if scrape else at_pool.clear()

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -88,36 +89,32 @@ def spread(traces: list[Trace], arguments: argparse.Namespace, rows: list[dict])
 
 def flood_matrix() -> list[dict]:
     """Share of the hot prefix kept, for LRU and for each scan limit."""
-    cells = [
-        {"pool_blocks": pool, "hot_blocks": int(share * pool), "prompt_blocks": prompt}
-        for pool in POOLS
-        for share in HOT_SHARES
-        for prompt in FLOOD_PROMPTS
-    ]
-    for cell in track(cells, "floods", console=Console(stderr=True), transient=True):
-        kept = {"lru": flood_kept(**cell, mode="lru", settings={})}
+    cells = []
+    cases = list(product(POOLS, HOT_SHARES, FLOOD_PROMPTS))
+    for pool, share, prompt in track(cases, "floods", console=Console(stderr=True), transient=True):
+        hot = int(share * pool)
+        kept = {"lru": flood_kept(pool, hot, prompt, "lru", {})}
         for limit in SCAN_LIMITS:
-            kept[str(limit)] = flood_kept(**cell, mode="active", settings={"scan_limit": limit})
-        cell["kept"] = kept
+            kept[str(limit)] = flood_kept(pool, hot, prompt, "active", {"scan_limit": limit})
+        cell = {"pool_blocks": pool, "hot_blocks": hot, "prompt_blocks": prompt, "kept": kept}
+        cells.append(cell)
     return cells
 
 
 def drift_matrix() -> list[dict]:
     """Hit ratio of the new hot set under LRU and, relative to it, for each scan limit."""
-    cells = [
-        {"pool_blocks": pool, "set_share": share, "one_use_share": one_use}
-        for pool in POOLS
-        for share in SET_SHARES
-        for one_use in ONE_USE_SHARES
-    ]
-    for cell in track(cells, "drifts", console=Console(stderr=True), transient=True):
-        lru = drift_hit_ratio(**cell, mode="lru", settings={})
+    cells = []
+    cases = list(product(POOLS, SET_SHARES, ONE_USE_SHARES))
+    for pool, share, one_use in track(
+        cases, "drifts", console=Console(stderr=True), transient=True
+    ):
+        lru = drift_hit_ratio(pool, share, one_use, "lru", {})
         relative = {}
         for limit in SCAN_LIMITS:
-            ratio = drift_hit_ratio(**cell, mode="active", settings={"scan_limit": limit})
+            ratio = drift_hit_ratio(pool, share, one_use, "active", {"scan_limit": limit})
             relative[str(limit)] = ratio / lru
-        cell["lru_hit_ratio"] = lru
-        cell["over_lru"] = relative
+        cell = {"pool_blocks": pool, "set_share": share, "one_use_share": one_use}
+        cells.append({**cell, "lru_hit_ratio": lru, "over_lru": relative})
     return cells
 
 

@@ -5,7 +5,7 @@ import gc
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console
 from rich.progress import track
@@ -30,7 +30,7 @@ class Replay:
     requests: int
     skipped_requests: int
     referenced_blocks: int
-    hit_blocks: int
+    hit_blocks: int = 0
     decisions: int = 0
     allocated_blocks: int = 0
     us_per_decision: float | None = None
@@ -63,28 +63,28 @@ def replay(
     """
     served = [r for r in trace.requests if len(r) <= capacity_blocks]
     referenced = sum(map(len, served))
-    common = {
-        "trace": trace.name,
-        "mode": mode,
-        "capacity_blocks": capacity_blocks,
-        "requests": len(served),
-        "skipped_requests": len(trace.requests) - len(served),
-        "referenced_blocks": referenced,
-    }
+    asked = Replay(
+        trace=trace.name,
+        mode=mode,
+        capacity_blocks=capacity_blocks,
+        requests=len(served),
+        skipped_requests=len(trace.requests) - len(served),
+        referenced_blocks=referenced,
+    )
     if mode == "optimum":
-        return Replay(**common, hit_blocks=optimum_hits(trace, capacity_blocks, concurrency))
+        return replace(asked, hit_blocks=optimum_hits(trace, capacity_blocks, concurrency))
     if mode in PEERS:
         hits, found = peer_hits(trace, capacity_blocks, mode)
         ratio = found / referenced if referenced else 0.0
-        return Replay(**common, hit_blocks=hits, reference_hit_ratio=ratio)
+        return replace(asked, hit_blocks=hits, reference_hit_ratio=ratio)
     pool = make_pool(capacity_blocks, mode, settings or {})
     driver = Driver(pool, trace.unique_blocks, concurrency, hash_seed)
     for request in served:
         driver.play(request)
     driver.finish_all()
     decisions = driver.decisions
-    return Replay(
-        **common,
+    return replace(
+        asked,
         hit_blocks=driver.hit_blocks,
         decisions=decisions,
         allocated_blocks=driver.allocated_blocks,

@@ -80,16 +80,25 @@ def _limit_table(cells: list[dict], scan_limits: tuple[int, ...]) -> str:
         lru = [c for c in cells if c["half"] == half and c["mode"] == "lru"]
         for limit in scan_limits:
             here = [c for c in cells if c["half"] == half and c.get("scan_limit") == limit]
-            points = [c["points_over_lru"] for c in here]
-            gaps = [c["gap_closed"] for c in here if "gap_closed" in c]
-            inspected = _mean([c.get("inspected_per_decision", 0) for c in here])
-            rows.append(
-                [half, str(limit), _points(min(points)), _points(_mean(points))]
-                + [f"{_mean(gaps):.1%}", f"{inspected:.1f}"]
-                + [f"{_mean([c.get('us_per_decision', 0) for c in s]):.1f}" for s in (here, lru)]
-                + [str(sum(c["fallbacks"] for c in here))]
-            )
+            rows.append([half, str(limit), *_limit_row(here, lru)])
     return _table(header, rows)
+
+
+def _limit_row(cells: list[dict], lru: list[dict]) -> list[str]:
+    """What one scan limit gains and costs over its cells, beside LRU's own cost."""
+    points = [c["points_over_lru"] for c in cells]
+    gaps = [c["gap_closed"] for c in cells if "gap_closed" in c]
+    inspected = _mean([c.get("inspected_per_decision", 0) for c in cells])
+    active_us, lru_us = (_mean([c.get("us_per_decision", 0) for c in s]) for s in (cells, lru))
+    return [
+        _points(min(points)),
+        _points(_mean(points)),
+        f"{_mean(gaps):.1%}",
+        f"{inspected:.1f}",
+        f"{active_us:.1f}",
+        f"{lru_us:.1f}",
+        str(sum(c["fallbacks"] for c in cells)),
+    ]
 
 
 def _scenario_tables(report: dict, scan_limits: tuple[int, ...]) -> str:

@@ -3,14 +3,15 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+
+from lab.modules import load_module
 
 
 def quiet_vllm() -> None:
@@ -65,7 +66,7 @@ def make_pool(capacity_blocks: int, mode: str, settings: Mapping[str, object]):
     return pool
 
 
-def unpatched_block_pool():
+def unpatched_block_pool() -> ModuleType:
     """vLLM's block_pool module without the hooks, from the bytes the installer reverts to."""
     import vllm.v1.core.block_pool as patched
 
@@ -73,21 +74,20 @@ def unpatched_block_pool():
 
     path = Path(patched.__file__)
     pristine = installer.undo(path.read_bytes())
-    spec = importlib.util.spec_from_loader("unpatched_block_pool", loader=None)
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType("unpatched_block_pool")
     exec(compile(pristine, str(path), "exec"), module.__dict__)
     return module
 
 
 def try_policy(path: Path) -> None:
-    """Use a policy file in place of the installed one, in this process only."""
+    """Use a policy file in place of the installed one, in this process only.
+
+    Raises RuntimeError when it is too late for that, OSError or ImportError as load_module does.
+    """
     name = "vllm.v1.core.computecache_policy"
     if "vllm.v1.core.block_pool" in sys.modules:
         raise RuntimeError("a policy file has to be named before vLLM's BlockPool is imported")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    load_module(name, path)
 
 
 class Driver:

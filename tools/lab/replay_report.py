@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replayed cells side by side: points over LRU, the gap closed, a table, a chart."""
 
-import io
-
 from rich.table import Table
 
 
@@ -13,8 +11,9 @@ def compare(rows: list[dict]) -> None:
         lru = ratio.get((row["trace"], row["capacity"], "lru"))
         best = ratio.get((row["trace"], row["capacity"], "optimum"))
         row["points_over_lru"] = None if lru is None else 100 * (row["hit_ratio"] - lru)
-        known = lru is not None and best is not None and best > lru
-        row["gap_closed"] = (row["hit_ratio"] - lru) / (best - lru) if known else None
+        row["gap_closed"] = None
+        if lru is not None and best is not None and best > lru:
+            row["gap_closed"] = (row["hit_ratio"] - lru) / (best - lru)
 
 
 def mode_name(row: dict) -> str:
@@ -59,34 +58,30 @@ def table_of(rows: list[dict]) -> Table:
 
 def chart_of(rows: list[dict]) -> str:
     """SVG text: hit ratio over capacity, a panel for each trace, a line for each mode."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "computecache"  # the same rows, the same bytes
-    from matplotlib import pyplot
+    from lab.pictures import pyplot, styled, svg_of  # matplotlib, for those who draw
 
     names = list(dict.fromkeys(row["trace"] for row in rows))
-    figure, panels = pyplot.subplots(
-        1, len(names), figsize=(4.5 * len(names), 4.2), squeeze=False, layout="constrained"
-    )
-    for name, panel in zip(names, panels[0], strict=True):
-        here = [row for row in rows if row["trace"] == name]
-        for mode in dict.fromkeys(map(mode_name, here)):
-            points = sorted(
-                (row["capacity_blocks"], row["hit_ratio"]) for row in here if mode_name(row) == mode
-            )
-            style = {"lru": "k--", "optimum": "k:"}.get(mode, "-")
-            panel.plot(*zip(*points, strict=True), style, marker=".", label=mode)
-        panel.set(title=name, xscale="log", xlabel="capacity, blocks", ylabel="hit ratio")
-        sizes = sorted({row["capacity_blocks"] for row in here})
-        panel.set_xticks(sizes, labels=map(str, sizes), rotation=45)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(6, 3 * len(names)), fontsize="small"
-    )
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
-    return text.getvalue()
+    with styled():
+        figure, panels = pyplot.subplots(
+            1, len(names), figsize=(4.5 * len(names), 4.2), squeeze=False, layout="constrained"
+        )
+        for name, panel in zip(names, panels[0], strict=True):
+            _draw(panel, name, [row for row in rows if row["trace"] == name])
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        columns = min(6, 3 * len(names))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
+        return svg_of(figure)
+
+
+def _draw(panel, trace: str, rows: list[dict]) -> None:
+    """One trace's panel: a line for each mode."""
+    for mode in dict.fromkeys(map(mode_name, rows)):
+        points = sorted(
+            (row["capacity_blocks"], row["hit_ratio"]) for row in rows if mode_name(row) == mode
+        )
+        line = {"lru": "k--", "optimum": "k:"}.get(mode, "-")
+        panel.plot(*zip(*points, strict=True), line, marker=".", label=mode)
+    panel.set(title=trace, xscale="log", xlabel="capacity, blocks", ylabel="hit ratio")
+    sizes = sorted({row["capacity_blocks"] for row in rows})
+    panel.set_xticks(sizes, labels=map(str, sizes), rotation=45)
+    panel.minorticks_off()
