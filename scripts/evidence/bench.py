@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import httpx
 
@@ -39,6 +40,7 @@ KEPT_KEYS = (
     "counters",
     "problems",
 )
+T = TypeVar("T")
 OPEN_LOOP = 100_000  # requests in flight at most, where arrivals decide
 
 
@@ -134,24 +136,18 @@ class Live:
         return results
 
 
-class clients:
-    """async with clients(servers) as lives: the servers that answer, as Live."""
-
-    def __init__(self, servers: list[Running]) -> None:
-        self.servers, self.stack = servers, AsyncExitStack()
-
-    async def __aenter__(self) -> list[Live]:
+@asynccontextmanager
+async def connected(servers: Iterable[Running]) -> AsyncIterator[list[Live]]:
+    """The servers that answer, as Live, until the block ends; the others are named on stderr."""
+    async with AsyncExitStack() as stack:
         lives = []
-        for server in self.servers:
-            client = await self.stack.enter_async_context(Client(server.base_url, timeout_s=60))
+        for server in servers:
+            client = await stack.enter_async_context(Client(server.base_url, timeout_s=60))
             try:
                 lives.append(Live(server, client, *await client.token_pool()))
             except WorkloadError as error:
                 progress(f"{server.key}: {error}")
-        return lives
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stack.aclose()
+        yield lives
 
 
 def options(**settings: object) -> argparse.Namespace:
@@ -168,10 +164,14 @@ def one_use(live: Live, name: str, count: int, tokens: int, max_tokens: int = 2)
     return [Request("flood", prompts.draw(f"{name}/{i}", tokens), max_tokens) for i in range(count)]
 
 
-def turns(names: list, number: int) -> list:
-    """An order for round `number` in which each goes first as often, and ABBA for two."""
-    shift = (number // 2) % len(names)
-    order = names[shift:] + names[:shift]
+def order_of_round(members: list[T], number: int) -> list[T]:
+    """The order in which round `number` takes the members.
+
+    Over twice as many rounds as there are members each goes first twice. Two members take turns
+    as A B, B A, then B A, A B.
+    """
+    shift = (number // 2) % len(members)
+    order = members[shift:] + members[:shift]
     return order[::-1] if number % 2 else order
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts' JSON files."""
+"""The JSON files that a run leaves, one a part, and how a later run goes on from them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -14,10 +15,12 @@ from evidence import bench as bench_module
 from evidence import plan
 from evidence.parts import cost, ttft
 from evidence.parts.trace import trace_slice
+from evidence.samples import COLUMNS, Sample, median_ttft_ms, samples
 from evidence.store import Store
 from servers import fleet as fleet_module
 from servers.processes import alive, free_port, reap, stop_group
 from serving.metrics import MetricsError
+from serving.requests import Request, Result, WorkloadError
 from serving.traces import TraceRow
 
 SMALL = {
@@ -113,11 +116,35 @@ def test_lru_and_active_take_turns_at_going_first():
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_turns_put_each_first_as_often_as_the_others(count):
+def test_the_order_of_rounds_puts_each_first_as_often_as_the_others(count):
     names = list("abc"[:count])
-    orders = [bench_module.turns(names, number) for number in range(2 * count)]
+    orders = [bench_module.order_of_round(names, number) for number in range(2 * count)]
     assert all(sorted(order) == names for order in orders)
     assert sorted(order[0] for order in orders) == sorted(2 * names)
+
+
+def test_a_row_of_samples_has_a_value_for_each_column():
+    result = Result(Request("hot", [1] * 40), ttft_ms=7.12345, total_ms=9.0, cached_tokens=16)
+    (sample,) = samples([result])
+    assert dict(zip(COLUMNS, json.loads(json.dumps(sample)), strict=True)) == {
+        "kind": "hot",
+        "ttft_ms": 7.123,
+        "total_ms": 9.0,
+        "prompt_tokens": 40,
+        "cached_tokens": 16,
+    }
+
+
+def test_a_request_without_usage_is_no_sample():
+    with pytest.raises(WorkloadError, match="a hot request has no times or no cached tokens"):
+        samples([Result(Request("hot", [1]), ttft_ms=1.0, total_ms=2.0)])
+
+
+def test_the_median_of_samples_is_the_upper_one_of_two():
+    rows = [Sample("hot", ms, ms, 1, 0) for ms in (3.0, 1.0, 2.0, 4.0)]
+    assert median_ttft_ms(rows) == 3.0
+    assert median_ttft_ms(rows[:3]) == 2.0
+    assert math.isnan(median_ttft_ms([]))
 
 
 def row(at_ms, ids):

@@ -236,6 +236,54 @@ def test_nothing_to_report_on_exits_2(tmp_path, capsys, content):
     assert not page.exists()
 
 
+NAMES = ["kind", "ttft_ms", "total_ms", "prompt_tokens", "cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {"columns": NAMES, "samples": [["hot", 7.5, 9.0, 100, 60]]},
+        {"columns": NAMES[::-1], "samples": [[60, 100, 9.0, 7.5, "hot"]]},
+        {"samples": [["hot", 7.5, 9.0, 100, 60]]},  # before cells named their columns
+        {"samples": [[7.5, 9.0, 100, 60]]},  # and what the part `trace` kept of them
+    ],
+)
+def test_samples_are_read_by_the_names_of_their_columns(cell):
+    (row,) = stats.samples(cell)
+    assert (row["ttft_ms"], row["prompt_tokens"], row["cached_tokens"]) == (7.5, 100, 60)
+    assert stats.ttfts_ms([row]) == [7.5]
+    assert stats.prefill([cell]) == (40, 60)
+    assert row.get("kind", "hot") == "hot"
+
+
+def test_a_cell_without_requests_has_no_samples():
+    assert stats.samples({"samples": []}) == []
+
+
+def replayed(name, times_ms):
+    return {
+        "server": f"mid:{name}",
+        "requests": len(times_ms),
+        "speed": 2.0,
+        "block_tokens": 64,
+        "elapsed_s": 2.0,
+        "prompt_tokens": 400,
+        "cached_tokens": 100,
+        "columns": NAMES,
+        "samples": [["trace", ms, ms + 1, 100, 25] for ms in times_ms],
+    }
+
+
+def test_a_recorded_hour_is_compared_request_by_request(page):
+    cells = {
+        "run=0 lru": replayed("lru", [10.0, 20.0]),
+        "run=1 active64": replayed("active64", [5.0, 10.0]),
+    }
+    text = page(part("trace", cells))
+    assert "| lru | 2 | 25.00 | 15.0 / 19.5 / 19.9 | 1.0 |" in text
+    assert "0.500 (0.500 to 0.500, n=2)" in text
+
+
 def test_paired_ratio_is_of_equal_keys_only():
     found = stats.paired_ratio({1: 2.0, 2: 8.0, 3: 99.0}, {1: 1.0, 2: 4.0, 4: 1.0})
     assert found == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0), 2)

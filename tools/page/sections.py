@@ -3,7 +3,17 @@
 
 from __future__ import annotations
 
-from page.stats import kept, mean_ttft_ms, paired_ratio, percentiles, rounds, server_name
+from page.stats import (
+    kept,
+    mean_ttft_ms,
+    median,
+    paired_ratio,
+    percentiles,
+    rounds,
+    samples,
+    server_name,
+    ttfts_ms,
+)
 from page.text import SERVERS, named, ratio_text, table, yes
 
 
@@ -67,60 +77,70 @@ def long(part: dict) -> str:
 
 def cost(part: dict) -> str:
     cells = [c for key, c in part["cells"].items() if key.startswith("decode")]
-    text = ""
-    if cells:
-        first = cells[0]
-        rows = []
-        lru = rounds(cells, "lru", lambda c: c["step_ms"])
-        speed = rounds(cells, "lru", lambda c: c["output_tokens"] / c["wall_s"])
-        for name in (n for n in SERVERS if any(server_name(c) == n for c in cells)):
-            steps = _without_first(rounds(cells, name, lambda c: c["step_ms"]))
-            tokens = _without_first(rounds(cells, name, lambda c: c["output_tokens"] / c["wall_s"]))
-            low, middle, high = percentiles(steps.values(), (25, 50, 75))
-            decisions = percentiles(rounds(cells, name, lambda c: c["decisions"]).values(), (50,))[
-                0
-            ]
-            same = name == "lru"
-            rows.append(
-                [
-                    named(name),
-                    f"{middle:.3f} ({low:.3f} to {high:.3f})",
-                    "-" if same else ratio_text(paired_ratio(steps, _without_first(lru))),
-                    f"{percentiles(tokens.values(), (50,))[0]:,.0f}",
-                    "-" if same else ratio_text(paired_ratio(tokens, _without_first(speed))),
-                    f"{decisions / (first['max_tokens'] - 1):.1f}",
-                ]
-            )
-        head = ["server", "ms a step, median (quartiles)", "over lru", "tokens/s", "over lru"]
-        text = (
-            f"Qwen3-0.6B shape, {first['requests']} requests decode {first['max_tokens']} tokens "
-            "each, every block that they take evicts a cached one. Step time is from EngineCore's "
-            "own clock (vllm:request_decode_time_seconds); the first round is dropped; ratios are "
-            "paired by round, with a 95 % bootstrap interval.\n\n"
-            + table([*head, "decisions a step"], rows)
-        )
-    bench = part["cells"].get("get_new_blocks")
-    if bench:
-        rows = [
+    chapters = [_decoding(cells)] if cells else []
+    if bench := part["cells"].get("get_new_blocks"):
+        chapters.append(_calls(bench["rows"]))
+    return "\n\n".join(chapters)
+
+
+def _decoding(cells: list[dict]) -> str:
+    def step_ms(cell: dict) -> float:
+        return cell["step_ms"]
+
+    def speed(cell: dict) -> float:
+        return cell["output_tokens"] / cell["wall_s"]
+
+    def decisions(cell: dict) -> float:
+        return cell["decisions"]
+
+    first = cells[0]
+    lru_ms = _without_first(rounds(cells, "lru", step_ms))
+    lru_speed = _without_first(rounds(cells, "lru", speed))
+    rows = []
+    for name in (n for n in SERVERS if any(server_name(c) == n for c in cells)):
+        steps = _without_first(rounds(cells, name, step_ms))
+        speeds = _without_first(rounds(cells, name, speed))
+        low, middle, high = percentiles(steps.values(), (25, 50, 75))
+        decided = median(rounds(cells, name, decisions).values()) / (first["max_tokens"] - 1)
+        rows.append(
             [
-                f"{r['pool_blocks']:,}",
-                r["victims"],
-                r["variant"],
-                f"{r['us_per_call']['median']:.2f}",
-                f"{r['us_per_call']['q1']:.2f} to {r['us_per_call']['q3']:.2f}",
-                f"{r['ratio_to_unpatched']['median']:.2f}",
+                named(name),
+                f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                "-" if name == "lru" else ratio_text(paired_ratio(steps, lru_ms)),
+                f"{median(speeds.values()):,.0f}",
+                "-" if name == "lru" else ratio_text(paired_ratio(speeds, lru_speed)),
+                f"{decided:.1f}",
             ]
-            for r in bench["rows"]
-        ]
-        head = ["pool", "victims", "variant", "us a call", "quartiles", "x unpatched"]
-        text += (
-            "\n\n`tools/bench_overhead.py` on that machine's CPU, get_new_blocks alone:\n\n"
-            + table(head, rows)
         )
-    return text
+    head = ["server", "ms a step, median (quartiles)", "over lru", "tokens/s", "over lru"]
+    return (
+        f"Qwen3-0.6B shape, {first['requests']} requests decode {first['max_tokens']} tokens "
+        "each, every block that they take evicts a cached one. Step time is from EngineCore's "
+        "own clock (vllm:request_decode_time_seconds); the first round is dropped; ratios are "
+        "paired by round, with a 95 % bootstrap interval.\n\n"
+        + table([*head, "decisions a step"], rows)
+    )
 
 
-def _without_first(values: dict) -> dict:
+def _calls(results: list[dict]) -> str:
+    rows = [
+        [
+            f"{r['pool_blocks']:,}",
+            r["victims"],
+            r["variant"],
+            f"{r['us_per_call']['median']:.2f}",
+            f"{r['us_per_call']['q1']:.2f} to {r['us_per_call']['q3']:.2f}",
+            f"{r['ratio_to_unpatched']['median']:.2f}",
+        ]
+        for r in results
+    ]
+    head = ["pool", "victims", "variant", "us a call", "quartiles", "x unpatched"]
+    return "`tools/bench_overhead.py` on that machine's CPU, get_new_blocks alone:\n\n" + table(
+        head, rows
+    )
+
+
+def _without_first(values: dict[int, float]) -> dict[int, float]:
     return {key: value for key, value in values.items() if key > 0}
 
 
@@ -145,7 +165,7 @@ def controls(part: dict) -> str:
                 [
                     described,
                     measured,
-                    f"{percentiles(of['lru'].values(), (50,))[0]:.2f}",
+                    f"{median(of['lru'].values()):.2f}",
                     ratio_text(paired_ratio(of["active64"], of["lru"])),
                     ratio_text(paired_ratio(of["unpatched"], of["lru"])),
                 ]
@@ -164,7 +184,7 @@ def trace(part: dict) -> str:
         return "Not measured."
     rows = []
     for cell in cells:
-        values = percentiles(row[0] for row in cell["samples"])
+        values = percentiles(ttfts_ms(samples(cell)))
         rows.append(
             [
                 named(server_name(cell)),
@@ -178,7 +198,7 @@ def trace(part: dict) -> str:
     tokens = first["block_tokens"]
     times = {}
     for cell in reversed(cells):  # the first run of each
-        times[server_name(cell)] = {i: row[0] for i, row in enumerate(cell["samples"])}
+        times[server_name(cell)] = dict(enumerate(ttfts_ms(samples(cell))))
     ratio = paired_ratio(times.get("active64", {}), times.get("lru", {}))
     return (
         f"The first {first['requests']:,} requests of mooncake_conversation that fit, "

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 RESAMPLES = 4000
 SEED = 20260
-# Rows of `samples`: kind, TTFT and whole time in ms, prompt and cached tokens.
-KIND, TTFT_MS, TOTAL_MS, PROMPT, CACHED = range(5)
+# What rows were before a cell named its columns; the part `trace` left the first one out.
+UNNAMED_COLUMNS = ("kind", "ttft_ms", "total_ms", "prompt_tokens", "cached_tokens")
 
 
 class NoEvidence(ValueError):
@@ -46,6 +47,21 @@ def load(files: Iterable[Path]) -> dict[str, dict]:
     return parts
 
 
+def samples(cell: dict, key: str = "samples") -> list[dict[str, Any]]:
+    """The requests that a cell keeps under `key`, each by the names of the cell's columns.
+
+    scripts/evidence/samples.py owns the names. ttft_ms is in ms, prompt_tokens in tokens.
+    """
+    rows = cell[key]
+    names = cell.get("columns") or UNNAMED_COLUMNS[-len(rows[0]) :] if rows else ()
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def ttfts_ms(rows: Iterable[dict[str, Any]], kind: str | None = None) -> list[float]:
+    """The times to first token of samples, of one kind or of all."""
+    return [row["ttft_ms"] for row in rows if kind is None or row["kind"] == kind]
+
+
 def server_name(cell: dict) -> str:
     return cell["server"].split(":")[1]
 
@@ -54,6 +70,19 @@ def percentiles(values: Iterable[float], at: tuple[int, ...] = (50, 95, 99)) -> 
     """Return the percentiles, NaN when there is no value."""
     values = list(values)
     return list(np.percentile(values, at)) if values else [float("nan")] * len(at)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the 50th percentile, NaN when there is no value."""
+    return percentiles(values, (50,))[0]
+
+
+def limits_ms(cells: Iterable[dict]) -> dict[int, float]:
+    """Return the median TTFT of a hit with no flood before it, by hot tokens, in their order."""
+    found: dict[int, list[float]] = {}
+    for cell in cells:
+        found.setdefault(cell["hot_tokens"], []).extend(ttfts_ms(samples(cell, "limit")))
+    return {hot: median(found[hot]) for hot in sorted(found)}
 
 
 def paired_ratio(a: dict, b: dict) -> tuple[float, float, float, int] | None:
@@ -74,25 +103,25 @@ def paired_ratio(a: dict, b: dict) -> tuple[float, float, float, int] | None:
 
 def goodput(cells: list[dict], budget_ms: float) -> tuple[float, float]:
     """Return the share of requests whose TTFT is inside the budget, and how many a second."""
-    rows = [row for cell in cells for row in cell["samples"]]
-    inside = sum(row[TTFT_MS] <= budget_ms for row in rows)
-    return inside / len(rows), inside / sum(cell["elapsed_s"] for cell in cells)
+    times = [ms for cell in cells for ms in ttfts_ms(samples(cell))]
+    inside = sum(ms <= budget_ms for ms in times)
+    return inside / len(times), inside / sum(cell["elapsed_s"] for cell in cells)
 
 
 def prefill(cells: list[dict]) -> tuple[int, int]:
     """Return the prompt tokens computed and those saved by the cache."""
-    rows = [row for cell in cells for row in cell["samples"]]
-    saved = sum(row[CACHED] for row in rows)
-    return sum(row[PROMPT] for row in rows) - saved, saved
+    rows = [row for cell in cells for row in samples(cell)]
+    saved = sum(row["cached_tokens"] for row in rows)
+    return sum(row["prompt_tokens"] for row in rows) - saved, saved
 
 
-def rounds(cells: Iterable[dict], name: str, value) -> dict:
+def rounds(cells: Iterable[dict], name: str, value: Callable[[dict], float]) -> dict[int, float]:
     """Return value(cell) by round, for the cells of server `name`."""
     return {cell["round"]: value(cell) for cell in cells if server_name(cell) == name}
 
 
 def mean_ttft_ms(cell: dict) -> float:
-    return float(np.mean([row[TTFT_MS] for row in cell["samples"]]))
+    return float(np.mean(ttfts_ms(samples(cell))))
 
 
 def kept(cells: list[dict], kind: str = "") -> list[int]:

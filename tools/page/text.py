@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 SERVERS = ("unpatched", "lru", "active16", "active32", "active64", "roomy")
 
 
-def table(head: list[str], rows: list[list[object]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table; numbers come formatted."""
-    lines = [head, ["---"] * len(head), *rows]
+    lines: list[Sequence[object]] = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 

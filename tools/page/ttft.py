@@ -8,15 +8,15 @@ from pathlib import Path
 
 from page.plots import after_floods, under_load
 from page.stats import (
-    CACHED,
-    KIND,
-    PROMPT,
-    TTFT_MS,
     goodput,
+    limits_ms,
+    median,
     paired_ratio,
     percentiles,
     prefill,
+    samples,
     server_name,
+    ttfts_ms,
 )
 from page.text import SERVERS, named, ratio_text, table, yes
 
@@ -38,13 +38,10 @@ def ttft(part: dict, pictures: Path, budget_ms: float) -> str:
         f"{sizes['question_tokens']} tokens; one-use prompts of {sizes['flood_tokens']:,}, on "
         f"average {sizes['floods_per_use']:.0f} between two uses of a prefix.\n\n"
     )
-    limits = {
-        hot: percentiles(r[TTFT_MS] for c in alone if c["hot_tokens"] == hot for r in c["limit"])[0]
-        for hot in sorted({c["hot_tokens"] for c in alone})
-    }
+    limits = limits_ms(alone)
     if alone:
         text += _alone(alone, limits, sizes)
-        after_floods(alone, pictures / "ttft_after_floods.svg")
+        after_floods(alone, limits, pictures / "ttft_after_floods.svg")
         text += f"\n![TTFT after floods](results/{pictures.name}/ttft_after_floods.svg)\n\n"
     if loaded:
         text += _loaded(loaded, limits, budget_ms)
@@ -56,34 +53,43 @@ def ttft(part: dict, pictures: Path, budget_ms: float) -> str:
 def _alone(cells: list[dict], limits: dict[int, float], sizes: dict) -> str:
     rows, goals = [], []
     for hot, limit in limits.items():
-        ratios, owns = {}, {}
-        for name in SERVERS:
-            for cell in cells:
-                if cell["hot_tokens"] != hot or server_name(cell) != name:
-                    continue
-                replays = cell["replays"]
-                middle, high, _ = percentiles(r[TTFT_MS] for r in replays)
-                ratios[name] = middle / limit
-                hit = sum(r[CACHED] for r in replays) / sum(r[PROMPT] for r in replays)
-                own = percentiles(r[TTFT_MS] for r in cell["limit"])[0]
-                owns[name] = middle / own
-                numbers = f"{limit:.1f}", f"{own:.1f}", f"{middle:.1f}", f"{high:.1f}"
-                numbers += f"{ratios[name]:.2f}", f"{owns[name]:.2f}"
-                rows.append([f"{hot:,}", named(name), *numbers, f"{100 * hit:.1f}"])
-        if {"lru", "active64"} <= set(ratios):
-            holds = ratios["active64"] <= LIMIT_RATIO and ratios["lru"] >= LRU_RATIO
-            goals.append(
-                f"* {hot:,} hot tokens: active 64 at {ratios['active64']:.2f} x the hit without a "
-                f"flood, lru at {ratios['lru']:.2f} x. Goal, at most {LIMIT_RATIO} where lru is at "
-                f"{LRU_RATIO:.0f} or worse: {yes(holds)}. To the same server's own hit: "
-                f"{owns['active64']:.2f} and {owns['lru']:.2f} x."
-            )
+        found = {server_name(c): _Alone(c, limit) for c in cells if c["hot_tokens"] == hot}
+        rows += [[f"{hot:,}", named(n), *found[n].numbers()] for n in SERVERS if n in found]
+        if {"lru", "active64"} <= set(found):
+            goals.append(_goal(hot, found["active64"], found["lru"]))
     head = ["hot", "server", "no flood p50 ms", "its own", "p50 ms", "p95 ms", "x no flood"]
     head += ["x its own", "cached %"]
     return (
         "### One request at a time\n\nTTFT of a hot request after "
         f"{sizes['floods_per_use']:.0f} one-use prompts. No flood: a hit with nothing before it, "
         f"on all servers and on the same one.\n\n{table(head, rows)}\n\n" + "\n".join(goals) + "\n"
+    )
+
+
+class _Alone:
+    """Hot requests of one cell after floods, beside hits with no flood. Times are in ms."""
+
+    def __init__(self, cell: dict, limit: float) -> None:
+        replays = samples(cell, "replays")
+        self.limit = limit
+        self.own = median(ttfts_ms(samples(cell, "limit")))
+        self.middle, self.high, _ = percentiles(ttfts_ms(replays))
+        self.ratio, self.own_ratio = self.middle / limit, self.middle / self.own
+        cached = sum(row["cached_tokens"] for row in replays)
+        self.cached = cached / sum(row["prompt_tokens"] for row in replays)
+
+    def numbers(self) -> list[str]:
+        times = [f"{ms:.1f}" for ms in (self.limit, self.own, self.middle, self.high)]
+        return [*times, f"{self.ratio:.2f}", f"{self.own_ratio:.2f}", f"{100 * self.cached:.1f}"]
+
+
+def _goal(hot: int, active: _Alone, lru: _Alone) -> str:
+    holds = active.ratio <= LIMIT_RATIO and lru.ratio >= LRU_RATIO
+    return (
+        f"* {hot:,} hot tokens: active 64 at {active.ratio:.2f} x the hit without a "
+        f"flood, lru at {lru.ratio:.2f} x. Goal, at most {LIMIT_RATIO} where lru is at "
+        f"{LRU_RATIO:.0f} or worse: {yes(holds)}. To the same server's own hit: "
+        f"{active.own_ratio:.2f} and {lru.own_ratio:.2f} x."
     )
 
 
@@ -112,8 +118,8 @@ def _loaded(cells: list[dict], limits: dict[int, float], budget_ms: float) -> st
 
 
 def _load_row(cells: list[dict], limit: float | None, budget_ms: float) -> list[str]:
-    rows = [row for cell in cells for row in cell["samples"]]
-    of_kind = {k: [r[TTFT_MS] for r in rows if r[KIND] == k] for k in ("hot", "flood")}
+    rows = [row for cell in cells for row in samples(cell)]
+    of_kind = {kind: ttfts_ms(rows, kind) for kind in ("hot", "flood")}
     shown = {k: " / ".join(f"{v:.0f}" for v in percentiles(of_kind[k])) for k in of_kind}
     inside, per_s = goodput(cells, budget_ms)
     computed, saved = prefill(cells)
@@ -121,7 +127,7 @@ def _load_row(cells: list[dict], limit: float | None, budget_ms: float) -> list[
         f"{len(rows) / sum(c['elapsed_s'] for c in cells):.2f}",
         str(len(of_kind["hot"])),
         shown["hot"],
-        f"{percentiles(of_kind['hot'])[0] / limit:.2f}" if limit else "-",
+        f"{median(of_kind['hot']) / limit:.2f}" if limit else "-",
         shown["flood"],
         f"{100 * inside:.1f} %",
         f"{per_s:.2f}",
@@ -142,9 +148,9 @@ def _over_lru(cells: list[dict]) -> list[str]:
 
     def times(kind: str) -> Callable[[dict], dict]:
         return lambda cell: {
-            (cell["repeat"], i): row[TTFT_MS]
-            for i, row in enumerate(cell["samples"])
-            if row[KIND] == kind
+            (cell["repeat"], i): row["ttft_ms"]
+            for i, row in enumerate(samples(cell))
+            if row["kind"] == kind
         }
 
     rate = ratio(lambda cell: {cell["repeat"]: len(cell["samples"]) / cell["elapsed_s"]})

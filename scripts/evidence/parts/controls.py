@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
-from evidence.bench import Bench, Live, clients, fill, one_use, turns
+from evidence.bench import Bench, Live, connected, fill, one_use, order_of_round
 from evidence.plan import Sizes
-from evidence.samples import samples
+from evidence.samples import COLUMNS, samples
 from serving import shapes
 from serving.console import progress
 from serving.requests import Prompts, Request
@@ -16,7 +17,7 @@ from serving.requests import Prompts, Request
 async def controls(bench: Bench) -> None:
     """Traffic without reuse, and reuse without pressure; every round on every server."""
     sizes = bench.sizes
-    async with clients(bench.up("mid", sizes.mid_timed)) as lives:
+    async with connected(bench.up("mid", sizes.mid_timed)) as lives:
         for live in lives:
             await fill(live, sizes)
         for kind, measure in (
@@ -25,13 +26,11 @@ async def controls(bench: Bench) -> None:
             ("unpressured", _unpressured),
         ):
             for number in range(sizes.control_rounds):
-                for live in turns(lives, number):
+                for live in order_of_round(lives, number):
                     await bench.cell(
                         f"{kind} round={number} {live.name}",
                         4,
-                        lambda live=live, number=number, measure=measure: measure(
-                            live, sizes, number
-                        ),
+                        partial(measure, live, sizes, number),
                         live.server,
                     )
             progress(f"controls {kind}: {sizes.control_rounds} rounds")
@@ -44,6 +43,7 @@ async def _timed(live: Live, plan: list[Request], number: int, concurrency: int)
         "round": number,
         "concurrency": concurrency,
         "elapsed_s": time.perf_counter() - started,
+        "columns": COLUMNS,
         "samples": samples(results),
     }
 

@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from evidence.bench import Bench, Full, Live, clients, fill, turns
+from evidence.bench import Bench, Full, Live, connected, fill, order_of_round
 from evidence.machine import REPO
 from evidence.plan import Sizes
 from serving.console import progress
@@ -49,15 +50,15 @@ def decode_step_ms(before: dict[str, float], after: dict[str, float], max_tokens
 async def cost(bench: Bench) -> None:
     """Many requests decoding at once while every new block evicts a cached one."""
     sizes = bench.sizes
-    async with clients(bench.up("mid", sizes.mid_timed)) as lives:
+    async with connected(bench.up("mid", sizes.mid_timed)) as lives:
         for live in lives:
             await fill(live, sizes)
         for number in range(sizes.cost_rounds):
-            for live in turns(lives, number):
+            for live in order_of_round(lives, number):
                 await bench.cell(
                     f"decode round={number} {live.name}",
                     6,
-                    lambda live=live, number=number: _decode(live, sizes, number),
+                    partial(_decode, live, sizes, number),
                     live.server,
                 )
     _bench_overhead(bench)

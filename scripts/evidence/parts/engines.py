@@ -58,18 +58,19 @@ async def _two_engines(
         with server:
             first = int(server.policy_metrics_url.rsplit(":", 1)[1].split("/")[0])
             urls = _policy_urls(first, engines=2)
-            data = {"ready_s": server.ready_s, "endpoints": {}, "engines": {}}
-            for engine, url in urls.items():
-                data["endpoints"][engine] = {"pools": policy_state(fetch(url))["pools"]}
-            for rank in range(2):
-                data["engines"][str(rank)] = await _press_rank(server.base_url, urls, rank, tokens)
+            pools = {e: {"pools": policy_state(fetch(url))["pools"]} for e, url in urls.items()}
+            reports = {
+                str(rank): await _press_rank(server.base_url, urls, rank, tokens)
+                for rank in range(2)
+            }
+        data = {"ready_s": server.ready_s, "endpoints": pools, "engines": reports}
         bench.store.add(bench.part, mode, data)
         progress(
             f"{bench.part} {mode}: "
             + ", ".join(
                 f"engine {rank} kept {report['post_flood_cached_tokens']} of "
                 f"{report['warm_prefix_cached_tokens']}"
-                for rank, report in data["engines"].items()
+                for rank, report in reports.items()
             )
         )
 

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 from collections.abc import Iterator
 
-from evidence.bench import KEPT_KEYS, Bench, Live, clients, options
+from evidence.bench import KEPT_KEYS, Bench, Live, connected, options
 from servers.fleet import Running
 from serving.console import progress
 from serving.press import press
@@ -78,7 +78,7 @@ async def _press_side_by_side(
                 replays = [r["cached_tokens"] for r in data["replays"]]
                 progress(f"{bench.part} {live.name} {key}: {replays}")
 
-    async with clients(servers) as lives:
+    async with connected(servers) as lives:
         done = await asyncio.gather(*map(one, lives), return_exceptions=True)
     if problems := [p for p in done if p]:
         raise problems[0]

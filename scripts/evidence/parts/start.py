@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from evidence.bench import Bench, Live, clients, one_use
-from evidence.samples import samples
+from evidence.bench import Bench, Live, connected, one_use
+from evidence.samples import COLUMNS, samples
 from servers.embedded import ServerError
 from serving.console import progress
 
@@ -20,7 +20,7 @@ async def smoke(bench: Bench) -> None:
         raise ServerError("no server starts: " + str(bench.fleet.lost)[-3000:])
     if not bench.rehearse:
         bench.fleet.execution = max(one.execution for one in up)
-    async with clients(up) as lives:
+    async with connected(up) as lives:
         for live in lives:
 
             async def probe(live: Live = live) -> dict:
@@ -28,7 +28,8 @@ async def smoke(bench: Bench) -> None:
                 first = await live.run(one_use(live, "smoke", 3, size))
                 again = await live.run(one_use(live, "smoke", 1, size))
                 await live.reset()
-                return {"policy": live.policy(), "samples": samples(first + again)}
+                rows = samples(first + again)
+                return {"policy": live.policy(), "columns": COLUMNS, "samples": rows}
 
             data = await bench.cell(live.server.key, 5, probe, live.server)
             progress(f"smoke {live.server.key}: {data and data['samples']}")

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
-from evidence.bench import OPEN_LOOP, Bench, Live, clients, one_use
+from evidence.bench import OPEN_LOOP, Bench, Live, connected, one_use
 from evidence.plan import Sizes
-from evidence.samples import samples
+from evidence.samples import COLUMNS, samples
 from serving import shapes
 from serving.console import progress
 from serving.requests import Prompts
@@ -37,7 +38,7 @@ async def trace(bench: Bench) -> None:
     sizes = bench.sizes
     rows = bench.trace_rows
     names = tuple(dict.fromkeys(sizes.trace_order))
-    async with clients(bench.up("mid", names)) as lives:
+    async with connected(bench.up("mid", names)) as lives:
         by_name = {live.name: live for live in lives}
         if "lru" not in by_name:
             return
@@ -67,7 +68,7 @@ async def trace(bench: Bench) -> None:
                 await bench.cell(
                     f"run={number} {name}",
                     1.2 * sizes.trace_cell_s + 5,
-                    lambda name=name: _replay(by_name[name], sizes, taken, faster),
+                    partial(_replay, by_name[name], sizes, taken, faster),
                     by_name[name].server,
                 )
 
@@ -86,7 +87,8 @@ async def _replay(live: Live, sizes: Sizes, taken: list[TraceRow], faster: float
     started = time.perf_counter()
     results = await live.run(plan, OPEN_LOOP)
     rows = samples(results)
-    asked, hit = sum(row[3] for row in rows), sum(row[4] for row in rows)
+    asked = sum(row.prompt_tokens for row in rows)
+    hit = sum(row.cached_tokens for row in rows)
     progress(f"trace {live.name}: {len(rows)} requests, {hit / asked:.4f} cached")
     return {
         "requests": len(rows),
@@ -96,7 +98,8 @@ async def _replay(live: Live, sizes: Sizes, taken: list[TraceRow], faster: float
         "elapsed_s": time.perf_counter() - started,
         "prompt_tokens": asked,
         "cached_tokens": hit,
-        "samples": [row[1:] for row in rows],
+        "columns": COLUMNS,
+        "samples": rows,
         "policy_before": before,
         "policy": live.policy(),
     }

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from functools import partial
 
-from evidence.bench import OPEN_LOOP, Bench, Live, clients, one_use
+from evidence.bench import OPEN_LOOP, Bench, Live, connected, one_use
 from evidence.plan import Sizes
-from evidence.samples import middle_ms, samples
+from evidence.samples import COLUMNS, median_ttft_ms, samples
 from serving import shapes
 from serving.console import progress
 from serving.requests import Prompts, Request
@@ -27,7 +28,7 @@ def hot_share(prefixes: int, floods_per_use: float) -> float:
 async def ttft(bench: Bench) -> None:
     """Measure the time to first token of hits, alone, after floods and under Poisson arrivals."""
     sizes = bench.sizes
-    async with clients(bench.up("large")) as lives:
+    async with connected(bench.up("large")) as lives:
         by_name = {live.name: live for live in lives}
         for live in lives:
             await bench.cell(f"warm-up {live.name}", 8, partial(_warm_up, live, sizes), live.server)
@@ -74,7 +75,7 @@ async def _warm_up(live: Live, sizes: Sizes) -> dict:
     plan += one_use(live, "warm-up-short", 3, sizes.question_tokens)
     results = await live.run(plan)
     await live.run(one_use(live, "warm-up-many", 6, sizes.flood_tokens // 4), concurrency=6)
-    return {"samples": samples(results)}
+    return {"columns": COLUMNS, "samples": samples(results)}
 
 
 def _hot(prompts: Prompts, sizes: Sizes, hot: int, rank: int, question: str) -> Request:
@@ -104,23 +105,28 @@ async def _alone(live: Live, sizes: Sizes, hot: int) -> dict:
         replays += await live.run(
             [_hot(prompts, sizes, hot, r, f"replay{number}/{r}") for r in range(prefixes)]
         )
-    data = {
-        "hot_tokens": hot,
-        "prefixes": prefixes,
+    rows = {
         "cold": samples(cold),
         "limit": samples(limit),
         "floods": samples(floods),
         "replays": samples(replays),
-        "flood_mean_ms": sum(r.ttft_ms for r in floods) / len(floods),
-        "hot_mean_ms": sum(r.ttft_ms for r in replays) / len(replays),
+    }
+    flood_ms = statistics.fmean(row.ttft_ms for row in rows["floods"])
+    hot_ms = statistics.fmean(row.ttft_ms for row in rows["replays"])
+    progress(
+        f"ttft alone hot={hot} {live.name}: cold {rows['cold'][0].ttft_ms:.0f} ms, "
+        f"hit {median_ttft_ms(rows['limit']):.1f} ms, "
+        f"after floods {hot_ms:.1f} ms, flood {flood_ms:.1f} ms"
+    )
+    return {
+        "hot_tokens": hot,
+        "prefixes": prefixes,
+        "columns": COLUMNS,
+        **rows,
+        "flood_mean_ms": flood_ms,
+        "hot_mean_ms": hot_ms,
         "policy": live.policy(),
     }
-    middle = sorted(r.ttft_ms for r in limit)[len(limit) // 2]
-    progress(
-        f"ttft alone hot={hot} {live.name}: cold {cold[0].ttft_ms:.0f} ms, hit {middle:.1f} ms, "
-        f"after floods {data['hot_mean_ms']:.1f} ms, flood {data['flood_mean_ms']:.1f} ms"
-    )
-    return data
 
 
 async def _loaded(
@@ -159,15 +165,17 @@ async def _loaded(
         "repeat": seed,
         "elapsed_s": elapsed_s,
         "arrivals_s": sum(r.gap_s for r in plan),
+        "columns": COLUMNS,
         "samples": rows,
         "policy_before": before,
         "policy": live.policy(),
     }
-    hits = [row for row in rows if row[0] == "hot"]
+    hits = [row for row in rows if row.kind == "hot"]
+    floods = [row for row in rows if row.kind == "flood"]
     progress(
         f"ttft load={load} hot={hot} repeat={seed} {live.name}: {len(rows)} in {elapsed_s:.1f} s, "
-        f"hot p50 {middle_ms(hits):.0f} ms, flood p50 "
-        f"{middle_ms([row for row in rows if row[0] == 'flood']):.0f} ms, "
-        f"cached {sum(row[4] for row in hits)} of {sum(row[3] for row in hits)}"
+        f"hot p50 {median_ttft_ms(hits):.0f} ms, flood p50 {median_ttft_ms(floods):.0f} ms, "
+        f"cached {sum(row.cached_tokens for row in hits)} of "
+        f"{sum(row.prompt_tokens for row in hits)}"
     )
     return data
