@@ -84,6 +84,7 @@ def build(options: argparse.Namespace, sizes: plan.Sizes) -> tuple[Fleet, Path]:
 
 
 async def run(options: argparse.Namespace, parts: list[str], deadline: float) -> int:
+    """Run the parts that are not complete yet; returns the exit code."""
     sizes = plan.REHEARSAL if options.on_cpu else plan.GPU
     fleet, folder = build(options, sizes)
     meta = {
@@ -97,31 +98,17 @@ async def run(options: argparse.Namespace, parts: list[str], deadline: float) ->
     store = Store(options.out, folder, meta, PARTS)
     rows = options.trace.rows if options.trace else []
     bench = Bench(fleet, store, sizes, deadline, rows, options.rehearse)
-    planned = dict(sizes.planned_s)
-    short = False
+    in_time = True
     try:
         for name in parts:
             if store.part(name)["complete"]:
                 progress(f"{name}: complete already")
                 continue
-            bench.part = name
-            bench.part_deadline = time.monotonic() + planned[name] * options.stretch
-            progress(f"== {name}: {planned[name]:.0f} s planned, {bench.left_s():.0f} s at most")
             if name == "drill" and "long" in parts and not options.rehearse:
                 fleet.start([*fleet.of("small"), *fleet.of("mid")])
-            complete = False
-            try:
-                await PARTS[name](bench)
-                complete = not store.failed(name)
-            except Full as reason:
-                short = True
-                progress(f"{name} stops: {reason}")
-            except Exception as error:  # the other parts are worth having
-                store.error(name, "part", f"{type(error).__name__}: {error}"[-6000:])
-                progress(f"{name} FAILED: {error}")
-            store.end(name, complete, fleet.history)
+            in_time &= await run_part(bench, name, options.stretch)
             if name == "smoke" and not fleet.running:
-                break
+                break  # nothing starts on this machine
     finally:
         write_logs(fleet, options.out)
         if options.keep:
@@ -133,9 +120,31 @@ async def run(options: argparse.Namespace, parts: list[str], deadline: float) ->
         for name, p in store.parts.items()
     }
     print(json.dumps({"out": str(options.out), "parts": summary}, indent=1))
-    if any(p["errors"] for p in summary.values()):
+    if any(part["errors"] for part in summary.values()):
         return 1
-    return 2 if short else 0
+    return 0 if in_time else 2
+
+
+async def run_part(bench: Bench, name: str, stretch: float) -> bool:
+    """Run one part and record how it ended; returns whether its time was enough.
+
+    A failure is in the part's JSON and is not raised: the other parts are worth having.
+    """
+    planned_s = dict(bench.sizes.planned_s)[name] * stretch
+    bench.part, bench.part_deadline = name, time.monotonic() + planned_s
+    progress(f"== {name}: {planned_s:.0f} s planned, {bench.left_s():.0f} s at most")
+    complete, in_time = False, True
+    try:
+        await PARTS[name](bench)
+        complete = not bench.store.failed(name)
+    except Full as reason:
+        in_time = False
+        progress(f"{name} stops: {reason}")
+    except Exception as error:
+        bench.store.error(name, "part", f"{type(error).__name__}: {error}"[-6000:])
+        progress(f"{name} FAILED: {error}")
+    bench.store.end(name, complete, bench.fleet.history)
+    return in_time
 
 
 def site_of_vllm() -> Path | None:
@@ -145,7 +154,8 @@ def site_of_vllm() -> Path | None:
     return Path(places[0]).parent if places else None
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options and the parts; ends with usage and status 2 when one is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -170,11 +180,19 @@ def main(argv: list[str] | None = None) -> int:
     options.site = options.site or site_of_vllm()
     if options.site is None or not (options.site / "vllm").is_dir():
         parser.error(f"--site {options.site}: name the folder that holds the vllm package")
-    if options.model is None and not options.on_cpu:
-        parser.error("--model is missing: name a folder with Qwen3-0.6B's config and tokenizer")
+    if not options.on_cpu:
+        if options.model is None:
+            parser.error("--model is missing: name a folder with Qwen3-0.6B's config and tokenizer")
+        if not (options.model / "config.json").is_file():
+            parser.error(f"--model {options.model}: there is no config.json")
     if options.trace is None and "trace" in parts:
         parser.error("--trace is missing: name a trace, or leave `trace` out of --parts")
     options.out = options.out.resolve()
+    return options, parts
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, parts = parse(argv)
     deadline = time.monotonic() + options.deadline_s - STOPPING_S
     try:
         return asyncio.run(run(options, parts, deadline))

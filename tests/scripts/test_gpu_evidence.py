@@ -11,6 +11,7 @@ from subprocess import Popen
 
 import pytest
 
+import gpu_evidence
 from evidence import bench as bench_module
 from evidence import plan
 from evidence.parts import cost, ttft
@@ -325,21 +326,33 @@ def test_a_dead_server_is_recorded_once_and_its_cells_are_left_out(bench):
     assert [e["key"] for e in bench.store.part("drill")["errors"]] == ["g:a"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--parts", "drill,drlil", "--out", "x"), ("--parts", "drill")]
-)
-def test_bad_usage_exits_2(script, arguments):
-    done = script("gpu_evidence.py", *arguments)
-    assert done.returncode == 2
-    assert "usage" in done.stderr
-    assert "Traceback" not in done.stderr
+def ran(bench, monkeypatch, part):
+    monkeypatch.setitem(gpu_evidence.PARTS, "drill", part)
+    return asyncio.run(gpu_evidence.run_part(bench, "drill", stretch=1.0))
 
 
-def test_a_site_without_vllm_is_a_message_and_exit_2(script, tmp_path):
-    done = script(
-        "gpu_evidence.py",
-        *("--out", tmp_path / "out", "--state", tmp_path / "state", "--site", tmp_path / "none"),
-    )
-    assert done.returncode == 2
-    assert str(tmp_path / "none") in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_part_that_ends_well_is_complete(bench, monkeypatch):
+    async def part(bench):
+        bench.store.add("drill", "k", {"value": 1})
+
+    assert ran(bench, monkeypatch, part)
+    assert bench.store.part("drill")["complete"]
+
+
+def test_a_part_that_fails_is_recorded_and_not_raised(bench, monkeypatch):
+    async def part(bench):
+        raise KeyError("usage")
+
+    assert ran(bench, monkeypatch, part)
+    found = bench.store.part("drill")
+    assert not found["complete"]
+    assert found["errors"][0]["error"] == "KeyError: 'usage'"
+
+
+def test_a_part_without_time_is_short_and_has_no_error(bench, monkeypatch):
+    async def part(bench):
+        raise bench_module.Full("k needs 9 s")
+
+    assert not ran(bench, monkeypatch, part)
+    found = bench.store.part("drill")
+    assert (found["complete"], found["errors"]) == (False, [])
