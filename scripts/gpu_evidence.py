@@ -92,6 +92,7 @@ async def run(options: argparse.Namespace, parts: list[str], deadline: float) ->
         "commit": options.commit,
         "policy_sha256": policy_sha256(),
         "rehearsal": options.rehearse,
+        "trace": options.trace and options.trace.path.name,
         "sizes": asdict(sizes),
         **machine(),
     }

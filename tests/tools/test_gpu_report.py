@@ -115,7 +115,7 @@ def test_the_drill_shows_the_least_that_any_seed_kept(page):
         )
     )
     assert "| 900 | 320 | 896 | 320 0 | 880 896 |" in text
-    assert "active 64 in 1 of 2 cells" in text
+    assert "active 64 in 1 of 2 cases" in text
     assert "NVIDIA H200, 580.1" in text
     assert "abc1234" in text
     assert "FLASH_ATTN attention backend" in text
@@ -124,7 +124,7 @@ def test_the_drill_shows_the_least_that_any_seed_kept(page):
 @pytest.mark.parametrize(("kept", "verdict"), [(7984, "met"), (7968, "**missed**")])
 def test_the_long_prefix_is_held_to_all_that_can_hit(page, kept, verdict):
     cells = {"a": pressed("active64", 8000, 6000, 7984, [7984, kept])}
-    assert f"{kept:,}, {verdict}." in page(part("long", cells))
+    assert f"It kept {kept:,}: {verdict}." in page(part("long", cells))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_part_2_is_held_to_both_of_its_goals(page, active_ms, lru_ms, verdict):
             },
         )
     )
-    assert f"lru at {lru_ms / 40:.2f} x" in text
-    assert f"or worse: {verdict}." in text
+    assert f"lru {lru_ms / 40:.2f} times. Goal" in text
+    assert f"at least 3 times: {verdict}." in text
 
 
 def test_load_shows_goodput_prefill_and_the_ratio_of_equal_requests(page, tmp_path):
@@ -197,7 +197,7 @@ def test_what_is_missing_and_what_failed_is_said(page):
 
 def test_fallbacks_are_counted(page):
     cell = pressed("active64", 1, 1, 1, [1], policy={"counters": {"fallbacks": 3}})
-    assert "to plain queue order: 3." in page(part("drill", {"a": cell}))
+    assert "in vLLM's own order: 3." in page(part("drill", {"a": cell}))
 
 
 def test_two_files_of_one_part_are_put_together(page):
@@ -280,8 +280,15 @@ def test_a_recorded_hour_is_compared_request_by_request(page):
         "run=1 active64": replayed("active64", [5.0, 10.0]),
     }
     text = page(part("trace", cells))
+    assert "The first 2 requests of mooncake_conversation that fit" in text
     assert "| lru | 2 | 25.00 | 15.0 / 19.5 / 19.9 | 1.0 |" in text
     assert "0.500 (0.500 to 0.500, n=2)" in text
+
+
+def test_the_page_names_the_trace_that_was_sent(page):
+    found = part("trace", {"run=0 lru": replayed("lru", [10.0])})
+    found["calls"] = [CALL | {"trace": "ours.jsonl"}]
+    assert "requests of ours.jsonl that fit" in page(found)
 
 
 def test_paired_ratio_is_of_equal_keys_only():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chapters of docs/results.md on parts 1 and 3 to 7."""
+"""The chapters of docs/results.md, but for the one on time to first token."""
 
 from __future__ import annotations
 
@@ -41,14 +41,23 @@ def drill(part: dict) -> str:
     servers = tuple(n for n in SERVERS if any(server_name(c) == n for c in cells))
     sizes = part["calls"][-1]["sizes"]
     counts = {n: "{} of {}".format(*preserved(cells, n)) for n in servers}
+    times = sizes["drill_floods"] // sizes["drill_step"]
     return (
-        f"Qwen3-0.6B shape, {sizes['small_blocks']} blocks of {sizes['block_size']}. Tokens still "
-        f"cached when the hot prompt comes again after {sizes['drill_step']} one-use prompts, "
-        f"{sizes['drill_floods'] // sizes['drill_step']} times in turn, and last after "
-        f"{sizes['drill_floods']} without a replay between; the least of {sizes['drill_seeds']} "
-        f"seeds.\n\n{by_pressure(cells, servers)}\n\nNothing lost at any replay: "
-        + ", ".join(f"{named(n)} in {count} cells" for n, count in counts.items())
-        + "."
+        f"Qwen3-0.6B shape, {sizes['small_blocks']} blocks of {sizes['block_size']} tokens. "
+        + _replays(times, sizes["drill_step"], [sizes["drill_floods"]], sizes["drill_seeds"])
+        + f" `cacheable` is how many of them can be cached.\n\n{by_pressure(cells, servers)}\n\n"
+        "All of them were still cached at every replay (a case is a hot size, a one-use size and "
+        "a seed): " + ", ".join(f"{named(n)} in {count} cases" for n, count in counts.items()) + "."
+    )
+
+
+def _replays(times: int, step: int, alone: list[int], seeds: int) -> str:
+    """What a cell of by_pressure lists: `times` replays every `step` prompts, then others."""
+    last = " and ".join(f"one after {floods}" for floods in alone)
+    return (
+        "Under each server: the hot tokens still cached when the hot prompt is replayed, "
+        f"{times} times after {step} one-use prompts each, then {last}. "
+        f"Each number is the minimum of {seeds} seeds."
     )
 
 
@@ -56,11 +65,11 @@ def long(part: dict) -> str:
     cells = list(part["cells"].values())
     servers = tuple(n for n in SERVERS if any(server_name(c) == n for c in cells))
     sizes = part["calls"][-1]["sizes"]
+    times = sizes["long_floods"] // sizes["long_step"]
     text = (
-        f"A pool of {sizes['mid_blocks']:,} blocks of {sizes['block_size']}. Replays after "
-        f"{sizes['long_step']} one-use prompts, {sizes['long_floods'] // sizes['long_step']} times "
-        f"in turn, then after {' and '.join(map(str, sizes['long_survival']))} without a replay "
-        f"between; the least of {sizes['long_seeds']} seeds.\n\n{by_pressure(cells, servers)}"
+        f"Qwen3-0.6B shape, {sizes['mid_blocks']:,} blocks of {sizes['block_size']} tokens. "
+        + _replays(times, sizes["long_step"], sizes["long_survival"], sizes["long_seeds"])
+        + f"\n\n{by_pressure(cells, servers)}"
     )
     active = [c for c in cells if server_name(c) == "active64"]
     if active:
@@ -69,7 +78,7 @@ def long(part: dict) -> str:
         # The last block of a prompt is always computed, so that there is a token to sample from.
         goal = (sizes["long_hot_tokens"] - 1) // block * block
         text += (
-            f"\n\nGoal, all {goal:,} tokens that can hit kept by active 64: {least:,}, "
+            f"\n\nGoal: active 64 keeps all {goal:,} tokens that can hit. It kept {least:,}: "
             f"{yes(least >= goal)}."
         )
     return text
@@ -114,10 +123,10 @@ def _decoding(cells: list[dict]) -> str:
         )
     head = ["server", "ms a step, median (quartiles)", "over lru", "tokens/s", "over lru"]
     return (
-        f"Qwen3-0.6B shape, {first['requests']} requests decode {first['max_tokens']} tokens "
-        "each, every block that they take evicts a cached one. Step time is from EngineCore's "
-        "own clock (vllm:request_decode_time_seconds); the first round is dropped; ratios are "
-        "paired by round, with a 95 % bootstrap interval.\n\n"
+        f"Qwen3-0.6B shape. {first['requests']} requests decode {first['max_tokens']} tokens each "
+        "at the same time, and every block that they take evicts a cached one. The time of a step "
+        "is from EngineCore's own clock (`vllm:request_decode_time_seconds`). The first round is "
+        "dropped. Ratios compare equal rounds, with a 95 % bootstrap interval.\n\n"
         + table([*head, "decisions a step"], rows)
     )
 
@@ -135,7 +144,7 @@ def _calls(results: list[dict]) -> str:
         for r in results
     ]
     head = ["pool", "victims", "variant", "us a call", "quartiles", "x unpatched"]
-    return "`tools/bench_overhead.py` on that machine's CPU, get_new_blocks alone:\n\n" + table(
+    return "`get_new_blocks` alone, on that machine's CPU (`tools/bench_overhead.py`):\n\n" + table(
         head, rows
     )
 
@@ -151,7 +160,7 @@ def controls(part: dict) -> str:
         "unpressured": "hot prefixes that all fit the pool",
     }
     measures = {
-        "mean TTFT": mean_ttft_ms,
+        "mean TTFT, ms": mean_ttft_ms,
         "requests/s": lambda c: len(c["samples"]) / c["elapsed_s"],
     }
     rows = []
@@ -172,9 +181,10 @@ def controls(part: dict) -> str:
             )
     head = ["control", "measure", "lru, median", "active 64 over lru", "unpatched over lru"]
     return (
-        "Qwen3-0.6B shape. Rounds with equal prompts on each server in turn, the first round "
-        "dropped; geometric means with 95 % bootstrap intervals over rounds. The last column is "
-        f"the noise between two servers that do the same.\n\n{table(head, rows)}"
+        "Qwen3-0.6B shape. In each round the servers get the same prompts, one server after the "
+        "other; the first round is dropped. Ratios are geometric means over the rounds, with 95 % "
+        "bootstrap intervals. unpatched and lru do the same work, so the last column shows how far "
+        f"two equal servers differ by chance.\n\n{table(head, rows)}"
     )
 
 
@@ -195,21 +205,23 @@ def trace(part: dict) -> str:
             ]
         )
     first, sizes = cells[0], part["calls"][-1]["sizes"]
+    # JSON from before calls named their trace is of this one.
+    name = part["calls"][first["call"]].get("trace") or "mooncake_conversation"
     tokens = first["block_tokens"]
     times = {}
     for cell in reversed(cells):  # the first run of each
         times[server_name(cell)] = dict(enumerate(ttfts_ms(samples(cell))))
     ratio = paired_ratio(times.get("active64", {}), times.get("lru", {}))
     return (
-        f"The first {first['requests']:,} requests of mooncake_conversation that fit, "
-        f"{first['speed']:.1f} times faster than recorded, on the 0.6B shape with "
-        f"{sizes['mid_blocks']:,} blocks of {sizes['block_size']}. Each hash id stands for "
-        f"{tokens} tokens instead of 512, so the pool holds "
-        f"{sizes['mid_blocks'] * sizes['block_size'] // tokens:,} of the trace's blocks. Runs "
-        "in the order in which they were made.\n\n"
+        f"The first {first['requests']:,} requests of {name} that fit the server, sent "
+        f"{first['speed']:.1f} times faster than recorded. Qwen3-0.6B shape, "
+        f"{sizes['mid_blocks']:,} blocks of {sizes['block_size']} tokens. Each block of the trace "
+        f"is sent as {tokens} tokens, whatever its size was, so the pool holds "
+        f"{sizes['mid_blocks'] * sizes['block_size'] // tokens:,} of them. Runs are listed in the "
+        "order in which they were made.\n\n"
         + table(["server", "requests", "hit %", "TTFT p50 / p95 / p99 ms", "requests/s"], rows)
-        + "\n\nTTFT of active 64 over lru, first run of each, paired by request: "
-        f"{ratio_text(ratio)}."
+        + "\n\nTTFT of active 64 divided by that of lru, for equal requests in the first run of "
+        f"each: {ratio_text(ratio)}."
     )
 
 
@@ -239,6 +251,6 @@ def _engines(what: str, part: dict) -> str:
     head += ["decisions meanwhile", "failed"]
     return (
         f"{what} with `--data-parallel-size 2`. The drill ran on one engine and then on the other; "
-        "each serves its own policy on a port of its own. In mode lru the policy takes no "
-        f"decision.\n\n{table(head, rows)}"
+        "each serves the counters of its own policy on a port of its own. In mode lru the "
+        f"policy takes no decision.\n\n{table(head, rows)}"
     )

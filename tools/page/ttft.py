@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chapter of docs/results.md on time to first token (part 2)."""
+"""The chapter of docs/results.md on time to first token."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def ttft(part: dict, pictures: Path, budget_ms: float) -> str:
     sizes = part["calls"][-1]["sizes"]
     alone = [c for key, c in part["cells"].items() if key.startswith("alone")]
     loaded = [c for key, c in part["cells"].items() if key.startswith("load")]
-    hots = " or ".join(
+    hots = ", or ".join(
         f"{sizes['hot_set_tokens'] // hot} of {hot:,}" for hot in sizes["hot_tokens"]
     )
     text = (
-        f"Qwen3-8B shape, {sizes['large_blocks']:,} blocks of {sizes['block_size']} "
-        f"(`roomy`: lru with {sizes['roomy_blocks']:,}, so that nothing is lost). Hot prefixes of "
-        f"{sizes['hot_set_tokens']:,} tokens in all ({hots}), each followed by a question of "
-        f"{sizes['question_tokens']} tokens; one-use prompts of {sizes['flood_tokens']:,}, on "
-        f"average {sizes['floods_per_use']:.0f} between two uses of a prefix.\n\n"
+        f"Qwen3-8B shape, {sizes['large_blocks']:,} blocks of {sizes['block_size']} tokens. "
+        f"`roomy` is lru with {sizes['roomy_blocks']:,} blocks, enough to lose nothing. The hot "
+        f"prefixes have {sizes['hot_set_tokens']:,} tokens together: {hots}. A hot request is a "
+        f"prefix and a question of {sizes['question_tokens']} tokens. A one-use prompt has "
+        f"{sizes['flood_tokens']:,} tokens; on average {sizes['floods_per_use']:.0f} of them come "
+        "between two uses of a prefix.\n\n"
     )
     limits = limits_ms(alone)
     if alone:
@@ -61,8 +62,10 @@ def _alone(cells: list[dict], limits: dict[int, float], sizes: dict) -> str:
     head += ["x its own", "cached %"]
     return (
         "### One request at a time\n\nTTFT of a hot request after "
-        f"{sizes['floods_per_use']:.0f} one-use prompts. No flood: a hit with nothing before it, "
-        f"on all servers and on the same one.\n\n{table(head, rows)}\n\n" + "\n".join(goals) + "\n"
+        f"{sizes['floods_per_use']:.0f} one-use prompts. `no flood` is the TTFT of a hit with no "
+        "one-use prompt before it, as the median over all servers. `its own` is that on this "
+        "server alone.\n\n"
+        f"{table(head, rows)}\n\n" + "\n".join(goals) + "\n"
     )
 
 
@@ -86,10 +89,10 @@ class _Alone:
 def _goal(hot: int, active: _Alone, lru: _Alone) -> str:
     holds = active.ratio <= LIMIT_RATIO and lru.ratio >= LRU_RATIO
     return (
-        f"* {hot:,} hot tokens: active 64 at {active.ratio:.2f} x the hit without a "
-        f"flood, lru at {lru.ratio:.2f} x. Goal, at most {LIMIT_RATIO} where lru is at "
-        f"{LRU_RATIO:.0f} or worse: {yes(holds)}. To the same server's own hit: "
-        f"{active.own_ratio:.2f} and {lru.own_ratio:.2f} x."
+        f"* {hot:,} hot tokens: active 64 took {active.ratio:.2f} times as long as a hit without a "
+        f"flood, lru {lru.ratio:.2f} times. Goal, active 64 at most {LIMIT_RATIO} times and lru at "
+        f"least {LRU_RATIO:.0f} times: {yes(holds)}. Compared with each server's own "
+        f"hit: {active.own_ratio:.2f} and {lru.own_ratio:.2f} times."
     )
 
 
@@ -106,11 +109,15 @@ def _loaded(cells: list[dict], limits: dict[int, float], budget_ms: float) -> st
     head += ["x no flood", "one-use p50 / p95 / p99 ms", f"inside {budget_ms:.0f} ms"]
     head += ["inside, per s", "computed Mtok", "saved Mtok"]
     return (
-        "### Poisson arrivals\n\nLoad is the arrival rate as a share of what lru can just serve "
-        "one request at a time. Prompts and arrival times are the same for every server.\n\n"
-        f"{table(head, rows)}\n\nActive 64 over lru, paired by request (requests/s: by repeat): "
-        "geometric mean with a 95 % bootstrap interval. Requests of one run wait for each other, "
-        "so the intervals of TTFT are too narrow. Goal: requests/s at least "
+        "### Poisson arrivals\n\n`load` is the arrival rate, as a share of the highest rate at "
+        "which lru can serve one request at a time. Prompts and arrival times are the same for "
+        f"every server. `inside {budget_ms:.0f} ms` is the share of requests with a TTFT of at "
+        "most that, and `inside, per s` is how many of them there were a second. `computed` are "
+        "prompt tokens that were prefilled, `saved` those that came from the cache.\n\n"
+        f"{table(head, rows)}\n\n"
+        "Active 64 divided by lru, from equal requests (requests/s: from equal repeats): geometric "
+        "mean, 95 % bootstrap interval and number of pairs. Requests of one run wait for each "
+        "other, so the true intervals of TTFT are wider. Goal: requests/s at least "
         f"{2 - WORSE:.2f}, one-use TTFT at most {WORSE:.2f}.\n\n"
         + table(["hot", "load", "requests/s", "one-use TTFT", "hot TTFT"], ratios)
         + "\n"

@@ -29,10 +29,11 @@ async def smoke(bench: Bench) -> None:
                 again = await live.run(one_use(live, "smoke", 1, size))
                 await live.reset()
                 rows = samples(first + again)
+                times = ", ".join(f"{row.ttft_ms:.0f} ms" for row in rows)
+                progress(f"smoke {live.server.key}: first tokens after {times}")
                 return {"policy": live.policy(), "columns": COLUMNS, "samples": rows}
 
-            data = await bench.cell(live.server.key, 5, probe, live.server)
-            progress(f"smoke {live.server.key}: {data and data['samples']}")
+            await bench.cell(live.server.key, 5, probe, live.server)
 
 
 async def prestart(bench: Bench) -> None:
