@@ -9,7 +9,7 @@ from functools import partial
 
 from evidence.bench import OPEN_LOOP, Bench, Live, connected, one_use
 from evidence.plan import Sizes
-from evidence.samples import COLUMNS, median_ttft_ms, samples
+from evidence.samples import COLUMNS, Sample, median_ttft_ms, samples
 from serving import shapes
 from serving.console import progress
 from serving.requests import Prompts, Request
@@ -134,8 +134,7 @@ async def _loaded(
 ) -> dict:
     """Poisson arrivals of hot requests and one-use prompts; equal seeds give equal arrivals."""
     name = f"load/{hot}/{load}/{seed}"
-    prompts = Prompts(live.pool, name)
-    prefixes = sizes.hot_set_tokens // hot
+    prompts, prefixes = Prompts(live.pool, name), sizes.hot_set_tokens // hot
     await live.reset()
     for again in range(2):
         await live.run([_hot(prompts, sizes, hot, r, f"warm{again}/{r}") for r in range(prefixes)])
@@ -157,7 +156,11 @@ async def _loaded(
     results = await live.run(plan, OPEN_LOOP)
     elapsed_s = time.perf_counter() - started
     rows = samples(results)
-    data = {
+    progress(
+        f"ttft load={load} hot={hot} repeat={seed} {live.name}: {len(rows)} in {elapsed_s:.1f} s, "
+        + _shown(rows)
+    )
+    return {
         "hot_tokens": hot,
         "prefixes": prefixes,
         "load": load,
@@ -170,12 +173,14 @@ async def _loaded(
         "policy_before": before,
         "policy": live.policy(),
     }
+
+
+def _shown(rows: list[Sample]) -> str:
+    """The loaded cell in a few words, for people who watch."""
     hits = [row for row in rows if row.kind == "hot"]
     floods = [row for row in rows if row.kind == "flood"]
-    progress(
-        f"ttft load={load} hot={hot} repeat={seed} {live.name}: {len(rows)} in {elapsed_s:.1f} s, "
+    return (
         f"hot p50 {median_ttft_ms(hits):.0f} ms, flood p50 {median_ttft_ms(floods):.0f} ms, "
         f"cached {sum(row.cached_tokens for row in hits)} of "
         f"{sum(row.prompt_tokens for row in hits)}"
     )
-    return data

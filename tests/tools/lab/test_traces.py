@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab.files import replace_file
-from lab.traces import TraceError, half_of, read_trace, trace_from_chains
+from lab.traces import TraceError, TraceRow, half_of, read_rows, read_trace, trace_from_chains
 
 GOOD = {
     "timestamp_ms": 5,
@@ -54,6 +54,28 @@ def test_requests_are_ordered_by_time_and_ties_keep_their_place(tmp_path):
     assert trace.unique_blocks == 3
 
 
+def test_rows_are_typed_and_in_order_of_time(tmp_path):
+    late = {"timestamp": 9.5, "input_length": 1024, "hash_ids": [1, 2]}
+    assert read_rows(write(tmp_path / "t.jsonl", late, GOOD)) == [
+        TraceRow(5, 40, 3, [7, 8], 16),
+        TraceRow(9.5, 1024, 0, [1, 2], 512),
+    ]
+
+
+def test_blocks_may_differ_in_size_from_line_to_line(tmp_path):
+    other = GOOD | {"block_size": 20, "hash_ids": [1, 2]}
+    assert [r.hash_ids for r in read_rows(write(tmp_path / "t.jsonl", GOOD, other))] == [
+        [7, 8],
+        [1, 2],
+    ]
+
+
+def test_a_prompt_shorter_than_a_block_has_no_full_one(tmp_path):
+    short = GOOD | {"input_length": 15, "hash_ids": [1]}
+    assert read_rows(write(tmp_path / "t.jsonl", short))[0].hash_ids == []
+    assert read_trace(tmp_path / "t.jsonl").requests == [[]]
+
+
 def test_same_content_after_another_prefix_is_another_block():
     trace = trace_from_chains("t", [[1, 5], [2, 5], [1, 5]])
     assert trace.requests == [[0, 1], [2, 3], [0, 1]]
@@ -75,6 +97,11 @@ def test_halves_in_time_are_traces_of_their_own():
         (GOOD | {"timestamp_ms": True}, "timestamp_ms is True"),
         (GOOD | {"timestamp_ms": -1}, "timestamp_ms is -1, expected a finite number >= 0"),
         (GOOD | {"timestamp_ms": float("nan")}, "timestamp_ms is nan"),
+        (GOOD | {"timestamp_ms": 2**53 + 1}, "timestamp_ms is 9007199254740993"),
+        (GOOD | {"timestamp_ms": None}, "timestamp_ms is None, expected a number"),
+        (GOOD | {"block_size": None}, "block_size is None, expected an integer >= 1"),
+        (GOOD | {"input_length": 2**53 + 1}, "input_length is 9007199254740993, expected an"),
+        (GOOD | {"hash_ids": None}, "hash_ids is not a list of integers >= 0"),
         (GOOD | {"block_size": 0}, "block_size is 0, expected an integer >= 1"),
         (GOOD | {"block_size": 16.0}, "block_size is 16.0"),
         (GOOD | {"input_length": None}, "input_length is None, expected an integer >= 0"),
