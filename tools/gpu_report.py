@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write docs/results.md and its pictures from the raw JSON of scripts/gpu_evidence.py.
 
-Exit 0: written (with --check: the page is what the JSON gives). 1: --check and it is not.
-2: nothing to report on.
+With --readme also that file's headline, between its markers.
+
+Exit 0: written (with --check: the files are what the JSON gives). 1: --check and one is not.
+2: nothing to report on, or no markers.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from lab.files import replace_file, replace_section
 from page.sections import controls, cost, dp2, dp2gpu, drill, long, trace
 from page.stats import NoEvidence, fallbacks, load
 from page.text import table
-from page.ttft import ttft
+from page.ttft import headline, ttft
 
 REPO = Path(__file__).resolve().parents[1]
 INTRO = """\
@@ -124,22 +127,32 @@ def main(argv: list[str] | None = None) -> int:
     add("--results", type=Path, default=REPO / "docs" / "results" / "gpu")
     add("--page", type=Path, default=REPO / "docs" / "results.md")
     add("--budget-ms", type=float, default=500.0, help="TTFT inside which a request counts as good")
-    add("--check", action="store_true", help="write nothing but the pictures; compare the page")
+    add("--readme", type=Path, help="a page whose section `headline` is written, too")
+    add("--check", action="store_true", help="write nothing but the pictures; compare the files")
     options = parser.parse_args(argv)
     files = sorted(options.results.glob("*.json"))
     files += options.results.parent.glob("cpu_dp2.json")
     try:
-        page = render(files, options.results, options.budget_ms)
-    except NoEvidence as error:
+        wanted = {options.page: render(files, options.results, options.budget_ms)}
+        if options.readme:
+            line = headline(load(files)) + "\n"
+            before = options.readme.read_text()
+            wanted[options.readme] = replace_section(before, line, "headline")
+    except (NoEvidence, OSError, ValueError) as error:
         print(f"gpu_report: {error}", file=sys.stderr)
         return 2
     if options.check:
-        same = options.page.exists() and options.page.read_text() == page
-        print("same" if same else f"{options.page} is not what the JSON gives: run this tool")
-        return 0 if same else 1
-    options.page.write_text(page)
-    print(options.page)
+        stale = [path for path, text in wanted.items() if not _holds(path, text)]
+        print(*(f"{path} is not what the JSON gives: run this tool" for path in stale), sep="\n")
+        return 1 if stale else 0
+    for path, text in wanted.items():
+        replace_file(path, text.encode())
+        print(path)
     return 0
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
 
 
 if __name__ == "__main__":

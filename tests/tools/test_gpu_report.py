@@ -236,6 +236,32 @@ def test_nothing_to_report_on_exits_2(tmp_path, capsys, content):
     assert not page.exists()
 
 
+def test_readmes_headline_is_the_median_after_floods_at_the_shortest_prefix():
+    ours = gpu_report.load([gpu_report.REPO / "docs/results/gpu/ttft.json"])
+    text = gpu_report.headline(ours)
+    middles = [
+        stats.median(stats.ttfts_ms(stats.samples(cell, "replays")))
+        for name in ("lru", "active64")
+        for key, cell in ours["ttft"]["cells"].items()
+        if key == f"alone hot=8192 {name}"
+    ]
+    assert len(middles) == 2
+    assert "{:.0f} ms to the first token under vLLM's LRU, {:.0f} ms with".format(*middles) in text
+
+
+def test_a_headline_needs_both_servers_and_a_page_its_markers(tmp_path, capsys):
+    results = tmp_path / "gpu"
+    results.mkdir()
+    (results / "drill.json").write_text(json.dumps(part("drill", {})))
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing generated here\n")
+    options = ["--results", str(results), "--page", str(tmp_path / "results.md")]
+    assert gpu_report.main([*options, "--readme", str(readme)]) == 2
+    assert "`ttft` was not measured" in capsys.readouterr().err
+    assert readme.read_text() == "nothing generated here\n"
+    assert not (tmp_path / "results.md").exists()
+
+
 NAMES = ["kind", "ttft_ms", "total_ms", "prompt_tokens", "cached_tokens"]
 
 
@@ -314,3 +340,6 @@ def test_the_committed_page_is_what_the_committed_json_gives(tmp_path):
     (tmp_path / "gpu").mkdir()
     page = gpu_report.render(files, tmp_path / "gpu", 500.0)
     assert page == (gpu_report.REPO / "docs" / "results.md").read_text()
+    assert (
+        gpu_report.headline(gpu_report.load(files)) in (gpu_report.REPO / "README.md").read_text()
+    )

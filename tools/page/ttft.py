@@ -8,6 +8,7 @@ from pathlib import Path
 
 from page.plots import after_floods, under_load
 from page.stats import (
+    NoEvidence,
     goodput,
     limits_ms,
     median,
@@ -49,6 +50,32 @@ def ttft(part: dict, pictures: Path, budget_ms: float) -> str:
         under_load(loaded, limits, pictures / "ttft_under_load.svg")
         text += f"\n![TTFT under load](results/{pictures.name}/ttft_under_load.svg)\n"
     return text
+
+
+def headline(parts: dict[str, dict]) -> str:
+    """README's first sentence: hot TTFT after floods, at the shortest of the hot prefixes.
+
+    Raises NoEvidence when lru or active 64 was not measured there.
+    """
+    if "ttft" not in parts:
+        raise NoEvidence("the part `ttft` was not measured")
+    part = parts["ttft"]
+    call = part["calls"][-1]
+    sizes, hot = call["sizes"], min(call["sizes"]["hot_tokens"])
+    middle_ms = {
+        server_name(cell): median(ttfts_ms(samples(cell, "replays")))
+        for key, cell in part["cells"].items()
+        if key.startswith("alone") and cell["hot_tokens"] == hot
+    }
+    if not {"lru", "active64"} <= set(middle_ms):
+        raise NoEvidence(f"no cell says how lru and active 64 serve {hot} hot tokens")
+    gpu = call["gpus"][0].split(",")[0] if call["gpus"] else "a CPU"
+    return (
+        f"**A shared prefix of {hot:,} tokens, asked for again after "
+        f"{sizes['floods_per_use']:.0f} one-use prompts: {middle_ms['lru']:.0f} ms to the first "
+        f"token under vLLM's LRU, {middle_ms['active64']:.0f} ms with ComputeCache** (medians; one "
+        f"{gpu}, the shape of an 8B model; [all results](docs/results.md))."
+    )
 
 
 def _alone(cells: list[dict], limits: dict[int, float], sizes: dict) -> str:
