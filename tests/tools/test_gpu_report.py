@@ -124,7 +124,10 @@ def test_the_drill_shows_the_least_that_any_seed_kept(page):
 @pytest.mark.parametrize(("kept", "verdict"), [(7984, "met"), (7968, "**missed**")])
 def test_the_long_prefix_is_held_to_all_that_can_hit(page, kept, verdict):
     cells = {"a": pressed("active64", 8000, 6000, 7984, [7984, kept])}
-    assert f"It kept {kept:,}: {verdict}." in page(part("long", cells))
+    text = page(part("long", cells))
+    assert f"It kept {kept:,}: {verdict}." in text
+    assert "2 times, each after 10 one-use prompts, then once after 20 and once after 40. " in text
+    assert "There was one seed." in text
 
 
 @pytest.mark.parametrize(

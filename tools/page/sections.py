@@ -53,11 +53,14 @@ def drill(part: dict) -> str:
 
 def _replays(times: int, step: int, alone: list[int], seeds: int) -> str:
     """What a cell of by_pressure lists: `times` replays every `step` prompts, then others."""
-    last = " and ".join(f"one after {floods}" for floods in alone)
+    often = "once after" if times == 1 else f"{times} times, each after"
+    last = " and ".join(f"once after {floods}" for floods in alone)
+    of_seeds = (
+        "There was one seed." if seeds == 1 else f"Each number is the least of {seeds} seeds."
+    )
     return (
         "Under each server: the hot tokens still cached when the hot prompt is replayed, "
-        f"{times} times after {step} one-use prompts each, then {last}. "
-        f"Each number is the minimum of {seeds} seeds."
+        f"{often} {step} one-use prompts, then {last}. {of_seeds}"
     )
 
 
