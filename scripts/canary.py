@@ -21,9 +21,10 @@ import time
 
 from drills.options import add_drill_options, limits
 from drills.report import write_reports
-from drills.session import REPO, Session, exit_code_of, healthy, open_session
+from drills.session import Session, exit_code_of, healthy, open_session
 from drills.verdict import judge, never_lost
 from serving.console import say
+from serving.files import REPO
 from serving.options import add_workload_options, positive, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 5, "control_requests": 4, "survival": [1, 2, 3, 4]}

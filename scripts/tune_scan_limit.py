@@ -26,6 +26,7 @@ from drills.session import Session, exit_code_of, healthy, open_session
 from drills.verdict import ACCEPT, INCONCLUSIVE, UNKNOWN, judge, judge_lru, never_lost
 from servers.embedded import BLOCK_SIZE
 from serving.console import say
+from serving.files import replace_file
 from serving.options import add_workload_options, numbers, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 7, "hot_tokens": None}
@@ -119,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
             "settings": workload_settings(options),
             **left,
         }
-        (options.out / "scan_limit.json").write_text(json.dumps(record, indent=1))
+        replace_file(options.out / "scan_limit.json", json.dumps(record, indent=1))
         tuning.close(left, whole.outcome)
     print_table(rows, chosen)
     print(json.dumps(record))

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switch a setting in a `.env` file: one line, atomically, every other byte kept."""
+"""The bytes of a `.env` file with one setting switched: one line, every other byte kept."""
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
-from pathlib import Path
 
 
 class EnvFileError(RuntimeError):
@@ -42,19 +39,3 @@ def with_setting_line(data: bytes, name: str, line: bytes | None) -> bytes:
     if data and not data.endswith(b"\n"):
         raise EnvFileError(".env does not end with a line end: add one")
     return data + line + b"\n"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's bytes in one step, keeping its permissions; a link's target is replaced."""
-    path = path.resolve()
-    mode = path.stat().st_mode & 0o7777
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as part:
-        try:
-            part.write(data)
-            part.flush()
-            os.fsync(part.fileno())
-            os.fchmod(part.fileno(), mode)
-            os.replace(part.name, path)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)  # a signal may come right after the replacing
-            raise

@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drills.session import REPO
 from drills.verdict import Limits
+from serving.files import REPO
 from serving.options import positive
 
 

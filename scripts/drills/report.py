@@ -23,6 +23,7 @@ from drills.verdict import (
     never_lost,
     served_tokens,
 )
+from serving.files import replace_file
 
 SCHEMA_VERSION = 1
 ADVICE = {
@@ -245,9 +246,7 @@ def write_reports(out: Path, record: dict, verdict: Verdict, repo: Path) -> dict
         "canary.html": html(canary),
     }
     for name, text in contents.items():
-        part = out / f"{name}.partial"
-        part.write_text(text)
-        part.replace(out / name)
+        replace_file(out / name, text)
     print_table(canary)
     print(f"report: {out / 'canary.html'}", file=sys.stderr)
     return {name: str(out / name) for name in contents}

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +22,11 @@ from drills.verdict import FAIL, UNKNOWN, Verdict
 from servers.embedded import ServerError
 from serving.client import Client, read_api_key
 from serving.console import now, say
+from serving.files import replace_file
 from serving.metrics import MetricsError
 from serving.press import press
 from serving.requests import Result, WorkloadError
 
-REPO = Path(__file__).resolve().parents[2]
 # What a visit can end with; anything else is a bug and shows its traceback.
 EXPECTED_ERRORS = (ServerError, MetricsError, TargetError, EnvFileError, WorkloadError)
 DYING_S = 5.0  # from the first request that fails until a server that was killed has ended
@@ -43,9 +42,7 @@ class State:
     def save(self, **changes: object) -> None:
         """Change some values and write all of them."""
         self.values |= changes
-        part = self.path.with_suffix(".partial")
-        part.write_text(json.dumps(self.values, indent=1))
-        os.replace(part, self.path)
+        replace_file(self.path, json.dumps(self.values, indent=1))
 
 
 class Session:

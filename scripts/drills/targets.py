@@ -24,11 +24,12 @@ from pathlib import Path
 
 from dotenv import dotenv_values
 
-from drills.env_file import setting_line, with_setting_line, write_atomically
+from drills.env_file import setting_line, with_setting_line
 from drills.signals import SIGNALS
 from servers.embedded import EmbeddedServer
 from servers.processes import command_line, group_members, stop_group
 from servers.tiny_model import make_model
+from serving.files import replace_file
 from serving.metrics import compose_fetch, fetch, policy_state
 
 Save = Callable[..., None]
@@ -193,7 +194,7 @@ class ComposeTarget:
         for name, line in lines.items():
             changed = with_setting_line(changed, name, line and line.encode())
         if changed != data:
-            write_atomically(self._env_file, changed)
+            replace_file(self._env_file, changed)
         # Recreated even when nothing changed: every visit starts with an empty cache.
         self._docker(
             *("up", "-d", "--force-recreate", "--wait"),

@@ -15,9 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
-
-from servers.processes import STOP_TIMEOUT_S, free_port, stop_group
+from servers.processes import STOP_TIMEOUT_S, free_port, healthy, stop_group
 
 READY_TIMEOUT_S = 300
 BLOCK_SIZE = 32  # tokens; the CPU's attention takes multiples of 32 only
@@ -143,11 +141,8 @@ class EmbeddedServer:
         while time.monotonic() < self._started + READY_TIMEOUT_S:
             if self.exit_code is not None:
                 raise ServerError(f"the server ended with {self.exit_code}:\n{self.log_tail()}")
-            try:
-                if httpx.get(f"{self.base_url}/health", timeout=2).is_success:
-                    self.ready_s = round(time.monotonic() - self._started, 1)
-                    return
-            except httpx.TransportError:
-                pass
+            if healthy(self.base_url):
+                self.ready_s = round(time.monotonic() - self._started, 1)
+                return
             time.sleep(0.2)
         raise ServerError(f"no answer within {READY_TIMEOUT_S} s:\n{self.log_tail()}")

@@ -19,11 +19,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import httpx
-
 from servers.embedded import ServerError
-from servers.processes import alive, reap, stop_group
+from servers.processes import alive, healthy, reap, stop_group
 from serving.console import progress
+from serving.files import replace_file
 
 READY_TIMEOUT_S = 240
 STOP_TIMEOUT_S = 5
@@ -126,7 +125,7 @@ class Fleet:
     def save(self) -> None:
         running = [asdict(one) for one in self.running.values()]
         saved = {"execution": self.execution, "history": self.history, "running": running}
-        self.file.write_text(json.dumps(saved))
+        replace_file(self.file, json.dumps(saved))
 
     def of(self, group: str) -> list[Spec]:
         return [spec for spec in self.specs if spec.group == group]
@@ -248,10 +247,3 @@ class Fleet:
     def __post_init__(self) -> None:
         self._started: dict[str, float] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
-
-
-def healthy(base_url: str) -> bool:
-    try:
-        return httpx.get(f"{base_url}/health", timeout=2).is_success
-    except httpx.TransportError:
-        return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and ports of the servers that a command starts."""
+"""Process groups, ports and health of the servers that a command starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import signal
 import socket
 import time
 from pathlib import Path
+
+import httpx
 
 STOP_TIMEOUT_S = 20
 
@@ -61,7 +63,16 @@ def reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
 
 
+def healthy(base_url: str) -> bool:
+    """Whether a server answers /health with success, within 2 seconds."""
+    try:
+        return httpx.get(f"{base_url}/health", timeout=2).is_success
+    except httpx.TransportError:
+        return False
+
+
 def command_line(process_id: int) -> bytes:
+    """Return a process's command line with its NULs; empty when it has ended."""
     try:
         return Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:

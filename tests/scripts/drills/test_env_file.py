@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """env_file: one line changes, every other byte stays, and the way back is exact."""
 
-import os
-import stat
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drills.env_file import EnvFileError, setting_line, with_setting_line, write_atomically
+from drills.env_file import EnvFileError, setting_line, with_setting_line
 
 MODE = "COMPUTECACHE_MODE"
 ACTIVE = b"COMPUTECACHE_MODE=active"
@@ -50,19 +47,6 @@ def test_the_way_back_is_exact(lines):
         return
     line = setting_line(before, MODE)
     assert with_setting_line(with_setting_line(before, MODE, ACTIVE), MODE, line) == before
-
-
-def test_the_file_keeps_its_permissions_and_a_link_stays_a_link(tmp_path):
-    real = tmp_path / "real.env"
-    real.write_bytes(b"A=1\n")
-    real.chmod(0o600)
-    link = tmp_path / ".env"
-    link.symlink_to(real)
-    write_atomically(link, b"A=2\n")
-    assert link.is_symlink()
-    assert real.read_bytes() == b"A=2\n"
-    assert stat.S_IMODE(real.stat().st_mode) == 0o600
-    assert sorted(os.listdir(tmp_path)) == [".env", "real.env"]
 
 
 def test_two_added_settings_come_out_in_any_order():
