@@ -26,6 +26,14 @@ class ServerError(RuntimeError):
     """The server could not be started, or died; the message ends with its log's last lines."""
 
 
+def vllm_folder() -> Path:
+    """Return the folder of the vllm that a server started here imports. ServerError without one."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ServerError(f"{sys.executable} has no vllm: run `bash scripts/setup_env.sh`")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 class EmbeddedServer:
     """One `python -m vllm.entrypoints.openai.api_server` process group.
 
@@ -53,13 +61,7 @@ class EmbeddedServer:
         metrics_port = free_port()
         self.policy_metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.ready_s: float | None = None
-        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
-        self._env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")} | {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": cpus,
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        self._env = _environment()
         if mode is not None:
             self._env |= {
                 "COMPUTECACHE_MODE": mode,
@@ -91,10 +93,12 @@ class EmbeddedServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Start the server's process without waiting for it; `stop` must follow."""
-        if importlib.util.find_spec("vllm") is None:
-            raise ServerError(f"{sys.executable} has no vllm: run `bash scripts/setup_env.sh`")
+    def start(self) -> int:
+        """Start the server's process without waiting for it; returns its process group.
+
+        `stop` must follow. Raises ServerError when this Python has no vllm.
+        """
+        vllm_folder()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         # A folder of its own: the repository's vllm/ must not be on the import path.
@@ -108,6 +112,7 @@ class EmbeddedServer:
                 cwd=self.log.parent,
                 start_new_session=True,
             )
+        return self.process.pid
 
     @property
     def exit_code(self) -> int | None:
@@ -116,6 +121,8 @@ class EmbeddedServer:
 
     def wait_for_exit(self, timeout_s: float) -> int | None:
         """Return `exit_code` as soon as the first process ends, or None after `timeout_s`."""
+        if self.process is None:
+            return None
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -146,3 +153,14 @@ class EmbeddedServer:
                 return
             time.sleep(0.2)
         raise ServerError(f"no answer within {READY_TIMEOUT_S} s:\n{self.log_tail()}")
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment without the policy's settings, for a server on the CPU."""
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
+    return {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")} | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cpus,
+        "VLLM_NO_USAGE_STATS": "1",
+    }

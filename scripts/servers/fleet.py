@@ -79,7 +79,7 @@ class Running:
 
     @property
     def policy_url(self) -> str | None:
-        return self.policy_port and f"http://127.0.0.1:{self.policy_port}/metrics"
+        return None if self.policy_port is None else f"http://127.0.0.1:{self.policy_port}/metrics"
 
     def log_lines(self) -> list[str]:
         return Path(self.log).read_text(errors="replace").splitlines()
@@ -107,6 +107,11 @@ class Fleet:
     lost: dict[str, str] = field(default_factory=dict)
     history: list[dict] = field(default_factory=list)
     execution: int = 0
+    # When each was started, by time.monotonic(); one that was adopted: first waited for.
+    _started: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def file(self) -> Path:
@@ -136,50 +141,59 @@ class Fleet:
         wanted = {spec.key for spec in specs}
         self.drop(*(key for key, one in self.running.items() if not alive(one.pid)))
         missing = [s for s in specs if s.key not in self.running and s.key not in self.lost]
-        room = self.budget_gib - sum(spec.gib for spec in missing)
-        others = [one for one in self.running.values() if one.key not in wanted]
-        taken = sum(one.gib for one in self.running.values())
-        ending = []
-        while missing and others and taken > room:
-            ending.append(others.pop(0))
-            taken -= ending[-1].gib
-        self.drop(*(one.key for one in ending))
+        if missing:
+            self._make_room(sum(spec.gib for spec in missing), wanted)
         for spec in missing:
             self._launch(spec, max(spec.execution, self.execution))
         self.save()
+
+    def _make_room(self, needed_gib: float, wanted: set[str]) -> None:
+        """Stop servers that are not wanted, the oldest first, until `needed_gib` are left."""
+        over_gib = needed_gib + sum(one.gib for one in self.running.values()) - self.budget_gib
+        ending = []
+        for key, one in self.running.items():
+            if over_gib > 0 and key not in wanted:
+                ending.append(key)
+                over_gib -= one.gib
+        self.drop(*ending)
 
     def wait(self, specs: Iterable[Spec], until: float) -> None:
         """Return when each started one answers or is lost; `until` is a time.monotonic()."""
         waiting = {spec.key: spec for spec in specs if spec.key in self.running}
         waiting = {k: s for k, s in waiting.items() if self.running[k].ready_s is None}
-        retried = set()
+        retried: set[str] = set()
         while waiting:
             for key, spec in list(waiting.items()):
-                one = self.running[key]
-                started = self._started.setdefault(key, time.monotonic())
-                if healthy(one.base_url):
-                    one.ready_s = round(time.monotonic() - started, 1)
-                    self._note(one, facts=one.facts())
-                    progress(f"{key} ready after {one.ready_s} s")
-                elif not alive(one.pid) or time.monotonic() > started + READY_TIMEOUT_S:
-                    tail = "\n".join(one.log_lines()[-40:])
-                    self.drop(key)
-                    if key not in retried and one.execution < EAGER:
-                        progress(f"{key} did not start, again with {EXECUTION[one.execution + 1]}")
-                        self._note(one, died=tail)
-                        retried.add(key)
-                        self._launch(spec, one.execution + 1)
-                        continue
-                    self.lost[key] = tail
-                    progress(f"{key} is lost:\n{tail}")
-                else:
-                    continue
-                del waiting[key]
+                if self._settled(spec, retried):
+                    del waiting[key]
             if time.monotonic() > until and waiting:
                 raise ServerError(f"no time left to wait for {', '.join(waiting)}")
             if waiting:
                 time.sleep(0.3)
         self.save()
+
+    def _settled(self, spec: Spec, retried: set[str]) -> bool:
+        """Tell whether a server that was starting answers or is lost; retry one that died, once."""
+        key, one = spec.key, self.running[spec.key]
+        started = self._started.setdefault(key, time.monotonic())
+        if healthy(one.base_url):
+            one.ready_s = round(time.monotonic() - started, 1)
+            self._note(one, facts=one.facts())
+            progress(f"{key} ready after {one.ready_s} s")
+            return True
+        if alive(one.pid) and time.monotonic() <= started + READY_TIMEOUT_S:
+            return False
+        tail = "\n".join(one.log_lines()[-40:])
+        self.drop(key)
+        if key not in retried and one.execution < EAGER:
+            progress(f"{key} did not start, again with {EXECUTION[one.execution + 1]}")
+            self._note(one, died=tail)
+            retried.add(key)
+            self._launch(spec, one.execution + 1)
+            return False
+        self.lost[key] = tail
+        progress(f"{key} is lost:\n{tail}")
+        return True
 
     def drop(self, *keys: str) -> None:
         """End the processes of these servers, all at once."""
@@ -204,6 +218,24 @@ class Fleet:
         port = next(p for p in range(self.first_port, self.first_port + 400, 2) if p not in used)
         name = spec.key.replace(":", "-")
         log = self.folder / f"{name}.{int(time.time())}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                _command(spec, port, execution),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment(spec, port),
+                cwd=self.folder,  # not the repository: its vllm/ is no package
+                start_new_session=True,
+            )
+        policy_port = None if spec.mode is None else port + 1
+        self._started[spec.key] = time.monotonic()
+        self.running[spec.key] = Running(
+            spec.key, process.pid, port, policy_port, str(log), spec.gib, execution
+        )
+        progress(f"{spec.key} starting on port {port}")
+
+    def _environment(self, spec: Spec, port: int) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")}
         env |= self.env | {
             "HF_HUB_OFFLINE": "1",
@@ -218,32 +250,16 @@ class Fleet:
                 "COMPUTECACHE_SCAN_LIMIT": str(spec.scan_limit),
                 "COMPUTECACHE_METRICS_PORT": str(port + 1),
             }
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--host", "127.0.0.1", "--port", str(port), "--model", spec.model),
-            *("--served-model-name", MODEL_NAME, "--num-gpu-blocks-override", str(spec.blocks)),
-            *("--enable-prefix-caching", "--kv-cache-metrics", "--enable-prompt-tokens-details"),
-            "--disable-uvicorn-access-log",
-            *spec.args,
-            *EXECUTION[execution],
-        ]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=self.folder,  # not the repository: its vllm/ is no package
-                start_new_session=True,
-            )
-        policy_port = None if spec.mode is None else port + 1
-        self._started[spec.key] = time.monotonic()
-        self.running[spec.key] = Running(
-            spec.key, process.pid, port, policy_port, str(log), spec.gib, execution
-        )
-        progress(f"{spec.key} starting on port {port}")
+        return env
 
-    def __post_init__(self) -> None:
-        self._started: dict[str, float] = {}
-        self.folder.mkdir(parents=True, exist_ok=True)
+
+def _command(spec: Spec, port: int, execution: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--host", "127.0.0.1", "--port", str(port), "--model", spec.model),
+        *("--served-model-name", MODEL_NAME, "--num-gpu-blocks-override", str(spec.blocks)),
+        *("--enable-prefix-caching", "--kv-cache-metrics", "--enable-prompt-tokens-details"),
+        "--disable-uvicorn-access-log",
+        *spec.args,
+        *EXECUTION[execution],
+    ]

@@ -19,6 +19,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SEED = 20260
 VOCAB_SIZE = 1024
+LAYERS = 2
+HEADS = 4
+KV_HEADS = 2
+HEAD_SIZE = 64
+HIDDEN_SIZE = 256
+MLP_SIZE = 768
+MAX_TOKENS = 4096
 END_OF_TEXT = "<|endoftext|>"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -27,14 +34,14 @@ CONFIG = {
     "attention_dropout": 0.0,
     "bos_token_id": 0,
     "eos_token_id": 0,
-    "head_dim": 64,
+    "head_dim": HEAD_SIZE,
     "hidden_act": "silu",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": MLP_SIZE,
+    "max_position_embeddings": MAX_TOKENS,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
@@ -64,8 +71,7 @@ def make_tokenizer() -> Tokenizer:
 def make_weights() -> dict[str, np.ndarray]:
     """Draw every tensor of CONFIG's shape as float32 from SEED."""
     rng = np.random.default_rng(SEED)
-    hidden, inner, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -74,25 +80,25 @@ def make_weights() -> dict[str, np.ndarray]:
         return np.ones(size, dtype=np.float32)
 
     weights = {
-        "model.embed_tokens.weight": matrix(VOCAB_SIZE, hidden),
-        "model.norm.weight": ones(hidden),
+        "model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN_SIZE),
+        "model.norm.weight": ones(HIDDEN_SIZE),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(LAYERS):
         weights |= {
             f"model.layers.{layer}.{name}.weight": value
             for name, value in {
-                "self_attn.q_proj": matrix(queries, hidden),
-                "self_attn.k_proj": matrix(keys, hidden),
-                "self_attn.v_proj": matrix(keys, hidden),
-                "self_attn.o_proj": matrix(hidden, queries),
+                "self_attn.q_proj": matrix(queries, HIDDEN_SIZE),
+                "self_attn.k_proj": matrix(keys, HIDDEN_SIZE),
+                "self_attn.v_proj": matrix(keys, HIDDEN_SIZE),
+                "self_attn.o_proj": matrix(HIDDEN_SIZE, queries),
                 # Three times as sharp as trained ones start: each answer hangs on few tokens.
-                "self_attn.q_norm": 3 * ones(head),
-                "self_attn.k_norm": ones(head),
-                "mlp.gate_proj": matrix(inner, hidden),
-                "mlp.up_proj": matrix(inner, hidden),
-                "mlp.down_proj": matrix(hidden, inner),
-                "input_layernorm": ones(hidden),
-                "post_attention_layernorm": ones(hidden),
+                "self_attn.q_norm": 3 * ones(HEAD_SIZE),
+                "self_attn.k_norm": ones(HEAD_SIZE),
+                "mlp.gate_proj": matrix(MLP_SIZE, HIDDEN_SIZE),
+                "mlp.up_proj": matrix(MLP_SIZE, HIDDEN_SIZE),
+                "mlp.down_proj": matrix(HIDDEN_SIZE, MLP_SIZE),
+                "input_layernorm": ones(HIDDEN_SIZE),
+                "post_attention_layernorm": ones(HIDDEN_SIZE),
             }.items()
         }
     return weights
@@ -114,7 +120,7 @@ def make_model(folder: Path) -> Path:
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "eos_token": END_OF_TEXT,
                 "pad_token": END_OF_TEXT,
-                "model_max_length": CONFIG["max_position_embeddings"],
+                "model_max_length": MAX_TOKENS,
             }
         )
     )
