@@ -74,7 +74,7 @@ class Client:
         syllables = [c + v for c in "bcdfghjklmnprstvz" for v in "aeiou"]
         text = " ".join(a + b for a in syllables for b in syllables[::7])
         body = {"model": await self.model(), "prompt": text, "add_special_tokens": False}
-        answer = await self._json("POST", "/tokenize", json=body)
+        answer = await self._json("POST", "/tokenize", body)
         return answer["tokens"], answer["max_model_len"]
 
     async def counters(self) -> PrefixCounters:
@@ -109,37 +109,16 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        usage = None
+        usage: dict | None = None
         started = time.perf_counter()
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                if response.is_error:
-                    detail = (await response.aread()).decode(errors="replace")[:300]
-                    result.error = f"HTTP {response.status_code}: {detail}"
-                    return result
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        result.error = f"error in the stream: {str(event['error'])[:300]}"
-                        return result
-                    # vLLM sends a choice only with at least one token, even if its text is "".
-                    if event["choices"]:
-                        if result.ttft_ms is None:
-                            result.ttft_ms = (time.perf_counter() - started) * 1000
-                        result.text += event["choices"][0]["text"]
-                    usage = event.get("usage") or usage
+                usage = await _read_stream(response, result, started)
         except (httpx.HTTPError, json.JSONDecodeError, KeyError) as error:
             result.error = _text_of(error)
-            return result
-        result.total_ms = (time.perf_counter() - started) * 1000
-        if usage is None or result.ttft_ms is None:
-            result.error = "the stream ended before its usage record"
-        elif usage["completion_tokens"] != request.max_tokens:
-            result.error = f"{usage['completion_tokens']} of {request.max_tokens} tokens came"
-        elif details := usage.get("prompt_tokens_details"):
-            result.cached_tokens = details.get("cached_tokens") or 0
+        if result.error is None:
+            result.total_ms = (time.perf_counter() - started) * 1000
+            _take_usage(result, usage)
         return result
 
     async def send_alone(self, request: Request) -> Result:
@@ -157,15 +136,52 @@ class Client:
             return Result(request, error=str(error))
         return result
 
-    async def _json(self, method: str, path: str, **options: object) -> dict:
+    async def _json(self, method: str, path: str, body: dict | None = None) -> dict:
         try:
-            response = await self._http.request(method, path, **options)
+            response = await self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise WorkloadError(f"{self.base_url}{path}: {_text_of(error)}") from error
         if response.is_error:
             hint = f" (set {API_KEY_NAME})" if response.status_code == 401 else ""
             raise WorkloadError(f"{self.base_url}{path}: HTTP {response.status_code}{hint}")
         return response.json()
+
+
+async def _read_stream(response: httpx.Response, result: Result, started: float) -> dict | None:
+    """Put a stream's text, its TTFT since `started` and its error into `result`; return its usage.
+
+    `started` is a time.perf_counter(). Raises what the connection or the stream's form raises.
+    """
+    if response.is_error:
+        detail = (await response.aread()).decode(errors="replace")[:300]
+        result.error = f"HTTP {response.status_code}: {detail}"
+        return None
+    usage = None
+    async for line in response.aiter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            result.error = f"error in the stream: {str(event['error'])[:300]}"
+            return None
+        # vLLM sends a choice only with at least one token, even if its text is "".
+        if event["choices"]:
+            if result.ttft_ms is None:
+                result.ttft_ms = (time.perf_counter() - started) * 1000
+            result.text += event["choices"][0]["text"]
+        usage = event.get("usage") or usage
+    return usage
+
+
+def _take_usage(result: Result, usage: dict | None) -> None:
+    """Take the cached tokens from a stream's usage record, or say what the record finds wrong."""
+    if usage is None or result.ttft_ms is None:
+        result.error = "the stream ended before its usage record"
+    elif usage["completion_tokens"] != result.request.max_tokens:
+        asked = result.request.max_tokens
+        result.error = f"{usage['completion_tokens']} of {asked} tokens came"
+    elif details := usage.get("prompt_tokens_details"):
+        result.cached_tokens = details.get("cached_tokens") or 0
 
 
 def _text_of(error: Exception) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from serving import shapes
 from serving.requests import Prompts, Request, WorkloadError, check_plan
@@ -79,61 +80,17 @@ def numbers(text: str) -> list[int]:
 def make_plan(
     options: argparse.Namespace, pool: list[int], max_model_len: int
 ) -> tuple[list[Request], int]:
-    """Build the plan that the options name; returns it and the trace requests that are too long."""
+    """Build the plan that the options name; returns it and the trace requests that are too long.
+
+    `pool` are the token ids that prompts are drawn from; a request may be `max_model_len` tokens
+    long. Raises WorkloadError when that is no plan to run.
+    """
     prompts = Prompts(pool, options.seed)
-    gaps = shapes.poisson_gaps(options.arrivals, str(options.seed))
     left_out = 0
-    if options.shape == "pressure":
-        plan = shapes.pressure(
-            prompts,
-            hot_tokens=options.hot_tokens,
-            flood_tokens=options.flood_tokens,
-            flood_requests=options.flood_requests,
-            replay_every=options.replay_every,
-            warm_requests=options.warm_requests,
-            repetitions=options.repetitions,
-            control_requests=options.control_requests,
-            survival_gaps=options.survival,
-            max_tokens=options.max_tokens,
-            gaps=gaps,
-        )
-    elif options.shape == "zipf":
-        plan = shapes.zipf(
-            prompts,
-            str(options.seed),
-            prefixes=options.prefixes,
-            prefix_tokens=options.hot_tokens,
-            question_tokens=options.turn_tokens,
-            flood_tokens=options.flood_tokens,
-            requests=options.max_requests or 200,
-            exponent=options.zipf_exponent,
-            hot_share=options.hot_share,
-            max_tokens=options.max_tokens,
-            gaps=gaps,
-        )
-    elif options.shape == "sessions":
-        plan = shapes.sessions(
-            prompts,
-            count=options.prefixes,
-            turns=options.turns,
-            first_tokens=options.hot_tokens,
-            turn_tokens=options.turn_tokens,
-            think_s=options.think_s,
-            max_tokens=options.max_tokens,
-            gaps=gaps,
-        )
+    if options.shape == "trace":
+        plan, left_out = _trace(options, prompts, max_model_len)
     else:
-        if options.trace is None:
-            raise WorkloadError("--shape trace needs --trace FILE")
-        plan, left_out = shapes.trace(
-            prompts,
-            options.trace.rows,
-            block_tokens=options.trace_block_tokens,
-            speed=options.trace_speed,
-            max_model_len=max_model_len,
-            max_tokens=options.max_tokens,
-            max_requests=options.max_requests,
-        )
+        plan = SHAPES[options.shape](options, prompts)
     plan = plan[: options.max_requests]
     if not plan:
         raise WorkloadError("the plan holds no request: ask for more, or shorter ones")
@@ -144,3 +101,71 @@ def make_plan(
             part = index * PARTS // len(plan)
             request.tag.update(repetition=part, key=f"{options.shape}/{index}")
     return plan, left_out
+
+
+def _gaps(options: argparse.Namespace) -> Iterable[float]:
+    return shapes.poisson_gaps(options.arrivals, str(options.seed))
+
+
+def _pressure(options: argparse.Namespace, prompts: Prompts) -> list[Request]:
+    return shapes.pressure(
+        prompts,
+        hot_tokens=options.hot_tokens,
+        flood_tokens=options.flood_tokens,
+        flood_requests=options.flood_requests,
+        replay_every=options.replay_every,
+        warm_requests=options.warm_requests,
+        repetitions=options.repetitions,
+        control_requests=options.control_requests,
+        survival_gaps=options.survival,
+        max_tokens=options.max_tokens,
+        gaps=_gaps(options),
+    )
+
+
+def _zipf(options: argparse.Namespace, prompts: Prompts) -> list[Request]:
+    return shapes.zipf(
+        prompts,
+        str(options.seed),
+        prefixes=options.prefixes,
+        prefix_tokens=options.hot_tokens,
+        question_tokens=options.turn_tokens,
+        flood_tokens=options.flood_tokens,
+        requests=options.max_requests or 200,
+        exponent=options.zipf_exponent,
+        hot_share=options.hot_share,
+        max_tokens=options.max_tokens,
+        gaps=_gaps(options),
+    )
+
+
+def _sessions(options: argparse.Namespace, prompts: Prompts) -> list[Request]:
+    return shapes.sessions(
+        prompts,
+        count=options.prefixes,
+        turns=options.turns,
+        first_tokens=options.hot_tokens,
+        turn_tokens=options.turn_tokens,
+        think_s=options.think_s,
+        max_tokens=options.max_tokens,
+        gaps=_gaps(options),
+    )
+
+
+SHAPES = {"pressure": _pressure, "zipf": _zipf, "sessions": _sessions}
+
+
+def _trace(
+    options: argparse.Namespace, prompts: Prompts, max_model_len: int
+) -> tuple[list[Request], int]:
+    if options.trace is None:
+        raise WorkloadError("--shape trace needs --trace FILE")
+    return shapes.trace(
+        prompts,
+        options.trace.rows,
+        block_tokens=options.trace_block_tokens,
+        speed=options.trace_speed,
+        max_model_len=max_model_len,
+        max_tokens=options.max_tokens,
+        max_requests=options.max_requests,
+    )

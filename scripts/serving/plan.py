@@ -59,7 +59,8 @@ async def run_plan(
         if over():
             break
         started = time.monotonic()
-        tasks.append(asyncio.create_task(one(request, last_of_lane.get(request.lane))))
+        before = None if request.lane is None else last_of_lane.get(request.lane)
+        tasks.append(asyncio.create_task(one(request, before)))
         if request.lane is not None:
             last_of_lane[request.lane] = tasks[-1]
         await asyncio.sleep(0)  # let it take its slot
