@@ -19,20 +19,21 @@ import json
 import sys
 import time
 
+from drills.checks import never_lost
 from drills.options import add_drill_options, limits
 from drills.report import write_reports
-from drills.session import Session, exit_code_of, healthy, open_session
-from drills.verdict import judge, never_lost
+from drills.session import Session, exit_code_of, open_session
+from drills.verdict import judge
+from drills.visit import Mode, Role
 from serving.console import say
-from serving.files import REPO
 from serving.options import add_workload_options, positive, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 5, "control_requests": 4, "survival": [1, 2, 3, 4]}
 
 
-def schedule(repeats: int) -> list[str]:
+def schedule(repeats: int) -> list[Role]:
     """Return the role of each visit: pairs in ABBA order, and lru as the last, the rollback."""
-    order: list[str] = []
+    order: list[Role] = []
     for pair in range(repeats):
         order += ["candidate", "baseline"] if pair % 2 else ["baseline", "candidate"]
     if order[-1] == "baseline":
@@ -48,15 +49,14 @@ def make_visits(canary: Session) -> None:
     while roles:
         role = roles.pop(0)
         side = "candidate" if role == "candidate" else "lru"
-        mode = options.candidate_mode if side == "candidate" else "lru"
+        mode: Mode = options.candidate_mode if side == "candidate" else "lru"
         number = len(canary.visits) + 1
         say(f"[{number}/{number + len(roles)}] {role}: {mode}")
         # A server that stays up must not see a prompt again; a new one may.
         seed = options.seed + (0 if canary.target.restarts else turns[side])
         turns[side] += 1
-        found = canary.visit(role, mode, seed=seed)
-        untested = role == "baseline" and healthy(found) and never_lost(found["report"])
-        if untested or not healthy(found):
+        visit = canary.visit(role, mode, seed=seed)
+        if not visit.healthy or (role == "baseline" and visit.report and never_lost(visit.report)):
             # Before any candidate there is nothing to roll back from.
             roles = roles[-1:] if turns["candidate"] else []
 
@@ -70,9 +70,8 @@ def run(options: argparse.Namespace) -> int:
             "candidate_mode": options.candidate_mode,
             "settings": workload_settings(options) | {"repeats": options.repeats},
             "limits": vars(limits(options)),
-            "visits": canary.visits,
         }
-        files = write_reports(options.out, record, verdict, REPO)
+        files = write_reports(options.out, canary.visits, record, verdict)
         canary.close(record, verdict.outcome)
     print(json.dumps({"outcome": verdict.outcome, "reasons": verdict.reasons, "files": files}))
     sys.stdout.flush()

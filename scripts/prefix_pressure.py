@@ -19,9 +19,10 @@ from serving.metrics import MetricsError
 from serving.options import add_workload_options, natural
 from serving.press import press, read_policy
 from serving.requests import Result, WorkloadError
+from serving.summary import Report
 
 
-async def _run(options: argparse.Namespace) -> dict:
+async def _run(options: argparse.Namespace) -> Report:
     def show(result: Result) -> None:
         kind, cached = result.request.kind, result.cached_tokens
         if result.error:
@@ -63,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     except (WorkloadError, MetricsError) as error:
         print(f"prefix_pressure: {error}", file=sys.stderr)
         return 2
-    del report["results"]
-    print(json.dumps(report, indent=1))
+    shown = {name: value for name, value in report.items() if name != "results"}
+    print(json.dumps(shown, indent=1))
     for problem in report["problems"]:
         print(f"could not tell: {problem}", file=sys.stderr)
     if report["failures"]:

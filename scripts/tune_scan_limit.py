@@ -21,13 +21,15 @@ from dotenv import dotenv_values
 from rich.console import Console
 from rich.table import Table
 
+from drills.checks import UNKNOWN, never_lost
 from drills.options import add_drill_options, limits
-from drills.session import Session, exit_code_of, healthy, open_session
-from drills.verdict import ACCEPT, INCONCLUSIVE, UNKNOWN, judge, judge_lru, never_lost
+from drills.session import Session, exit_code_of, open_session
+from drills.verdict import ACCEPT, INCONCLUSIVE, judge, judge_lru
 from servers.embedded import BLOCK_SIZE
 from serving.console import say
 from serving.files import replace_file
 from serving.options import add_workload_options, numbers, workload_settings
+from serving.summary import Report
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 7, "hot_tokens": None}
 
@@ -43,40 +45,44 @@ def make_visits(tuning: Session, scan_limits: list[int]) -> None:
     total = len(scan_limits) + 2
     say(f"[1/{total}] baseline: lru")
     baseline = tuning.visit("baseline", "lru")
-    if not healthy(baseline) or never_lost(baseline["report"]):
+    if not (baseline.healthy and baseline.report) or never_lost(baseline.report):
         return
     for number, scan_limit in enumerate(scan_limits, 2):
         say(f"[{number}/{total}] active, scan limit {scan_limit}")
-        tuning.visit("candidate", "active", scan_limit=scan_limit)["scan_limit"] = scan_limit
+        tuning.visit("candidate", "active", scan_limit=scan_limit)
     say(f"[{total}/{total}] rollback: lru")
     tuning.visit("rollback", "lru")
 
 
 def judge_limits(tuning: Session, options: argparse.Namespace) -> list[dict]:
     """Return one row a limit that was tried: verdict, tokens kept, TTFT."""
-    others = [v for v in tuning.visits if v["role"] != "candidate"]
+    others = [v for v in tuning.visits if v.role != "candidate"]
     rows = []
     for visit in tuning.visits:
-        if visit["role"] != "candidate" or "scan_limit" not in visit:
+        if visit.role != "candidate":
             continue
-        scan_limit, report = visit["scan_limit"], visit["report"] or {}
+        report = visit.report
         verdict = judge([others[0], visit, *others[1:]], limits(options))
-        if report and report["scan_limit"] != scan_limit:
+        if report and report["scan_limit"] != visit.scan_limit:
             verdict.add("scan_limit", UNKNOWN, f"the server reports {report['scan_limit']}")
-        ttft = report.get("ttft_ms", {})
         rows.append(
             {
-                "scan_limit": scan_limit,
+                "scan_limit": visit.scan_limit,
                 "outcome": verdict.outcome,
-                "keeps_all": bool(report) and never_lost(report),
-                "warm_prefix_cached_tokens": report.get("warm_prefix_cached_tokens"),
-                "post_flood_cached_tokens": report.get("post_flood_cached_tokens"),
-                "hot_replay_ttft_p95_ms": ttft.get("hot_replay", {}).get("p95"),
-                "flood_ttft_p95_ms": ttft.get("flood", {}).get("p95"),
+                "keeps_all": bool(report and never_lost(report)),
+                "warm_prefix_cached_tokens": report and report["warm_prefix_cached_tokens"],
+                "post_flood_cached_tokens": report and report["post_flood_cached_tokens"],
+                "hot_replay_ttft_p95_ms": report and ttft_p95_ms(report, "hot_replay"),
+                "flood_ttft_p95_ms": report and ttft_p95_ms(report, "flood"),
                 "reasons": verdict.reasons,
             }
         )
     return rows
+
+
+def ttft_p95_ms(report: Report, kind: str) -> float | None:
+    """Return the p95 of a kind's time to first token, None when none of it was answered."""
+    return report["ttft_ms"][kind]["p95"] if kind in report["ttft_ms"] else None
 
 
 def choose(rows: list[dict]) -> int | None:

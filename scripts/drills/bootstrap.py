@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from serving.summary import PERCENTILES, Report
+
 RESAMPLES = 2000
 CONFIDENCE_PERCENT = 95
 
 
-def pair_repetitions(baselines: list[dict], candidates: list[dict]) -> list[dict]:
+def pair_repetitions(baselines: list[Report], candidates: list[Report]) -> list[dict]:
     """Return one {"baseline": [...], "candidate": [...]} of results for each pair of repetitions.
 
     An lru visit without a candidate visit of its own joins the last one's pairs.
     """
     pairs: dict[tuple[int, int], dict] = {}
-    for side, visits in (("baseline", baselines), ("candidate", candidates)):
-        for visit_number, visit in enumerate(visits):
-            for result in visit["report"]["results"]:
+    for side, reports in (("baseline", baselines), ("candidate", candidates)):
+        for visit_number, report in enumerate(reports):
+            for result in report["results"]:
                 if result["repetition"] is not None:
                     unit = (min(visit_number, len(candidates) - 1), result["repetition"])
                     pair = pairs.setdefault(unit, {"baseline": [], "candidate": []})
@@ -63,7 +65,7 @@ def kept_difference(pairs: list[dict]) -> dict:
     }
 
 
-def ttft_ratios(pairs: list[dict], baselines: list[dict], kind: str) -> dict | None:
+def ttft_ratios(pairs: list[dict], baselines: list[Report], kind: str) -> dict | None:
     """Candidate over baseline p50, p95 and p99 of a kind's TTFT; None when it was not sent.
 
     "slowest_baseline_ms" is the largest of the single lru visits' percentiles: what lru itself
@@ -74,36 +76,34 @@ def ttft_ratios(pairs: list[dict], baselines: list[dict], kind: str) -> dict | N
         return None
     pick = _resample(len(pairs))
     answer: dict = {"samples": {"baseline": base.size, "candidate": cand.size}}
-    for percentile in (50, 95, 99):
+    for name, percentile in PERCENTILES.items():
 
         def of(values: np.ndarray, axis: int | None = None, p: int = percentile) -> np.ndarray:
             return np.nanpercentile(values, p, axis=axis)
 
         drawn = of(cand[pick].reshape(RESAMPLES, -1), 1) / of(base[pick].reshape(RESAMPLES, -1), 1)
-        single = [v["report"]["ttft_ms"][kind][f"p{percentile}"] for v in baselines]
-        answer[f"p{percentile}"] = {
+        single = [report["ttft_ms"][kind][name] for report in baselines]
+        answer[name] = {
             "baseline_ms": round(float(of(base)), 3),
             "candidate_ms": round(float(of(cand)), 3),
             "ratio": round(float(of(cand) / of(base)), 4),
             "ratio_interval": _interval(drawn),
-            "slowest_baseline_ms": max(single),
+            "slowest_baseline_ms": max(ms for ms in single if ms is not None),
         }
     return answer
 
 
-def compare_outputs(baselines: list[dict], candidates: list[dict]) -> dict:
+def compare_outputs(baselines: list[Report], candidates: list[Report]) -> dict:
     """Compare the temperature-0 text of each prompt with what lru answered to the same prompt.
 
     lru answers the hot prompt from the cache and without it: either text counts as equal.
     """
     expected: dict[tuple, set[str]] = {}
-    for report in (v["report"] for v in baselines):
+    for report in baselines:
         for result in report["results"]:
             expected.setdefault((report["seed"], result["key"]), set()).add(result["text"])
     answers = {
-        (report["seed"], r["key"], r["text"])
-        for report in (v["report"] for v in candidates)
-        for r in report["results"]
+        (report["seed"], r["key"], r["text"]) for report in candidates for r in report["results"]
     }
     shared = [a for a in answers if a[:2] in expected]
     different = [a for a in shared if a[2] not in expected[a[:2]]]

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that say where a drill runs and what the candidate is held to."""
+"""The options that say where a drill runs and what the candidate is held to; and the target."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from drills.verdict import Limits
+from drills.checks import Limits
+from drills.compose import ComposeTarget
+from drills.targets import EmbeddedTarget, Save, Target, TargetError, UrlTarget
+from servers.tiny_model import make_model
 from serving.files import REPO
 from serving.options import positive
 
@@ -41,3 +44,26 @@ def add_drill_options(parser: argparse.ArgumentParser, targets: tuple[str, ...])
     add("--ttft-regression", type=share, help="p95 TTFT allowed above lru's (5%%; embedded 200%%)")
     add("--ttft-p95-budget-ms", type=float, help="instead: no p95 TTFT above this")
     add("--min-samples", type=positive, default=5, help="pairs of repetitions needed")
+
+
+def make_target(options: argparse.Namespace, save: Save) -> Target:
+    """Return the target that the options name. TargetError when they do not say enough."""
+    if options.target == "embedded":
+        return EmbeddedTarget(
+            make_model(options.out / "model"),
+            options.out,
+            save,
+            scan_limit=options.scan_limit,
+            blocks=options.blocks,
+            max_model_len=options.max_model_len,
+        )
+    if options.target == "compose":
+        return ComposeTarget(options.project, save, ready_timeout_s=options.ready_timeout)
+    if not (options.baseline_url and options.candidate_url):
+        raise TargetError("--target url needs --baseline-url and --candidate-url")
+    if not (options.baseline_policy_url and options.candidate_policy_url):
+        raise TargetError("--target url needs --baseline-policy-url and --candidate-policy-url")
+    return UrlTarget(
+        (options.baseline_url, options.baseline_policy_url),
+        (options.candidate_url, options.candidate_policy_url),
+    )

@@ -10,11 +10,14 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.typing import RcKeyType
 
-from drills.verdict import JUDGED_KINDS
+from drills.checks import JUDGED_KINDS
+from drills.visit import Visit
 
 COLORS = {"lru": "#6b7280", "candidate": "#0f766e"}
-STYLE = {
+STYLE: dict[RcKeyType, object] = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -26,27 +29,27 @@ STYLE = {
 }
 
 
-def _side(visit: dict) -> str:
-    return "candidate" if visit["role"] == "candidate" else "lru"
+def _side(visit: Visit) -> str:
+    return "candidate" if visit.role == "candidate" else "lru"
 
 
 def _label(side: str, candidate_mode: str) -> str:
     return "lru" if side == "lru" else f"candidate ({candidate_mode})"
 
 
-def _svg(figure) -> str:
+def _svg(figure: Figure) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
     return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
 
 
-def survival(visits: list[dict], candidate_mode: str) -> str | None:
+def survival(visits: list[Visit], candidate_mode: str) -> str | None:
     """Hot tokens still cached over the one-use prompts since the last use; None without data."""
     points: dict[str, dict[int, list[int]]] = {"lru": {}, "candidate": {}}
     for visit in visits:
-        if visit["report"]:
-            for replay in visit["report"]["replays"]:
+        for replay in visit.report["replays"] if visit.report else []:
+            if replay["cached_tokens"] is not None:
                 of_side = points[_side(visit)]
                 of_side.setdefault(replay["flood_requests"], []).append(replay["cached_tokens"])
     if not any(points.values()):
@@ -62,16 +65,16 @@ def survival(visits: list[dict], candidate_mode: str) -> str | None:
                 axes.plot(floods, means, style, color=COLORS[side], label=label)
         axes.set(xlabel="one-use prompts since last use", ylabel="hot tokens still cached")
         axes.set_ylim(bottom=-5)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.legend(frameon=False)
         return _svg(figure)
 
 
-def ttft(visits: list[dict], candidate_mode: str) -> str | None:
+def ttft(visits: list[Visit], candidate_mode: str) -> str | None:
     """Share of requests answered within a time to first token, one panel a kind."""
     samples: dict[tuple[str, str], list[float]] = {}
     for visit in visits:
-        for result in visit["report"]["results"] if visit["report"] else []:
+        for result in visit.report["results"] if visit.report else []:
             if result["kind"] in JUDGED_KINDS and result["ttft_ms"] is not None:
                 key = (result["kind"], _side(visit))
                 samples.setdefault(key, []).append(result["ttft_ms"])
@@ -96,12 +99,12 @@ def ttft(visits: list[dict], candidate_mode: str) -> str | None:
         return _svg(figure)
 
 
-def hit_ratio(visits: list[dict]) -> str | None:
+def hit_ratio(visits: list[Visit]) -> str | None:
     """Share of prompt tokens found in the cache, one bar a visit."""
     bars = [
-        (f"{number}. {visit['role']}", counters["hit_ratio"], _side(visit))
+        (f"{number}. {visit.role}", counters["hit_ratio"], _side(visit))
         for number, visit in enumerate(visits, 1)
-        if visit["report"] and (counters := visit["report"].get("counters"))
+        if visit.report and (counters := visit.report.get("counters"))
     ]
     if not bars:
         return None

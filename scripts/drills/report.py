@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a canary: canary.json (docs/canary.schema.json), canary.html and release.json."""
+"""What a canary shows a person: a table on stderr and canary.html; and the writing of its files."""
 
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 import sys
 from html import escape
 from pathlib import Path
@@ -14,18 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from drills import plots
-from drills.verdict import (
-    ACCEPT,
-    INCONCLUSIVE,
-    JUDGED_KINDS,
-    REJECT,
-    Verdict,
-    never_lost,
-    served_tokens,
-)
+from drills.record import complete, release_record
+from drills.verdict import ACCEPT, INCONCLUSIVE, REJECT, Verdict
+from drills.visit import Visit
 from serving.files import replace_file
 
-SCHEMA_VERSION = 1
 ADVICE = {
     ACCEPT: "active kept what lru lost and was not clearly slower. Promote it "
     "(COMPUTECACHE_MODE=active in .env, then docker compose up -d vllm; or run the canary with "
@@ -43,98 +34,6 @@ ADVICE_EMBEDDED_ACCEPT = (
 )
 WORD = {ACCEPT: "active is better here", REJECT: "stay in lru", INCONCLUSIVE: "could not tell"}
 COLOR = {ACCEPT: "#0f766e", REJECT: "#b91c1c", INCONCLUSIVE: "#a16207"}
-
-
-def source_revision(repo: Path) -> dict:
-    """Return the commit the scripts ran from, and whether tracked files differ from it."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(repo), *arguments], capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
-
-
-def phase_row(visit: dict) -> dict:
-    """Return what one visit shows, in the words of the table."""
-    report = visit["report"] or {}
-    counters = report.get("counters") or {}
-    lost = None
-    if report.get("warm_prefix_cached_tokens") and report["post_flood_cached_tokens"] is not None:
-        lost = "kept" if never_lost(report) else "lost"
-    requests = report.get("requests") or {"sent": 0, "failed": 0}
-    ttft = report.get("ttft_ms", {})
-    return {
-        "phase": visit["role"],
-        "mode": report.get("mode"),
-        "hot_prefix": lost,
-        "cached_tokens": served_tokens(report) if report else None,
-        "reusable_tokens": report.get("reusable_tokens"),
-        "warm_prefix_cached_tokens": report.get("warm_prefix_cached_tokens"),
-        "post_flood_cached_tokens": report.get("post_flood_cached_tokens"),
-        "hit_ratio": counters.get("hit_ratio"),
-        "ttft_p95_ms": {
-            JUDGED_KINDS[kind]: ttft[kind]["p95"]
-            for kind in JUDGED_KINDS
-            if ttft.get(kind, {}).get("samples") and kind != "control"
-        },
-        "requests_served": requests["sent"] - requests["failed"],
-        "requests_failed": requests["failed"],
-        "error": visit["error"],
-    }
-
-
-def complete(record: dict, verdict: Verdict, repo: Path) -> dict:
-    """Return canary.json's content: the verdict first, then the run's record."""
-    visits = record["visits"]
-    reports = [v["report"] for v in visits if v["report"]]
-    identities = [v["identity"] for v in visits if v.get("identity")]
-    identity = identities[0] if identities else {}
-    installations = {json.dumps(i.get("installation"), sort_keys=True) for i in identities}
-    return {
-        "schema": "computecache/canary",
-        "schema_version": SCHEMA_VERSION,
-        "outcome": verdict.outcome,
-        "exit_code": verdict.exit_code,
-        "reasons": verdict.reasons,
-        "phases": [phase_row(v) for v in visits],
-        "checks": verdict.checks,
-        "statistics": verdict.statistics,
-        "server_starts": sum(v.get("ready_s") is not None for v in visits),
-        "installation": identity.get("installation"),
-        "one_installation": len(installations) == 1,
-        "source": source_revision(repo),
-        "model": reports[0]["model"] if reports else None,
-        "gpu": identity.get("gpu"),
-        "image": identity.get("image"),
-        "scan_limit": reports[0]["scan_limit"] if reports else None,
-        "versions": {
-            "vllm": next((v["vllm"] for v in visits if v.get("vllm")), None),
-            "torch": identity.get("torch"),
-            "python": platform.python_version(),
-        },
-        **record,
-    }
-
-
-def release_record(canary: dict) -> dict:
-    """Return what a release keeps: which revision was tried on what, and how it ended."""
-    rows = {row["phase"]: row for row in canary["phases"]}
-    names = ("outcome", "reasons", "source", "model", "gpu", "image", "versions", "final_mode")
-    return {
-        "schema": "computecache/release",
-        "schema_version": SCHEMA_VERSION,
-        **{name: canary[name] for name in (*names, "scan_limit", "left", "target", "finished_at")},
-        "baseline": rows.get("baseline"),
-        "candidate": rows.get("candidate"),
-        "rollback": rows.get("rollback"),
-    }
 
 
 def _cell(value: object) -> str:
@@ -175,32 +74,72 @@ def _rows(pairs: list[tuple[str, object]]) -> str:
     )
 
 
-def html(canary: dict) -> str:
+def html(canary: dict, visits: list[Visit]) -> str:
     """Return the report as one page that loads nothing: verdict, pictures, numbers, settings."""
-    outcome, visits = canary["outcome"], canary["visits"]
+    outcome = canary["outcome"]
+    advice, reasons = _advice(canary)
+    filled = {
+        "outcome": outcome,
+        "word": WORD[outcome],
+        "color": COLOR[outcome],
+        "advice": escape(advice),
+        "reasons": "".join(f"<li>{escape(reason)}</li>" for reason in reasons),
+        "figures": _figures(visits, canary["candidate_mode"]),
+        "checks": _checks(canary),
+        "phases": _phases(canary),
+        "facts": _rows(_facts(canary)),
+        "settings": _rows([*canary["settings"].items(), *canary["limits"].items()]),
+    }
+    template = Path(__file__).with_name("report.html").read_text()
+    for name, value in filled.items():
+        template = template.replace("{{" + name + "}}", value)
+    return template
+
+
+def _advice(canary: dict) -> tuple[str, list[str]]:
+    """Return what to do, and what the page leads with."""
+    outcome = canary["outcome"]
+    if outcome != ACCEPT:
+        return ADVICE[outcome], canary["reasons"]
+    # Everything passed and is listed below; what was gained comes first.
+    gains = ("kept", "ttft_hot_replay", "ttft_hot", "rollback")
+    reasons = [c["detail"] for c in canary["checks"] if c["name"] in gains]
+    return ADVICE_EMBEDDED_ACCEPT if canary["target"] == "embedded" else ADVICE[ACCEPT], reasons
+
+
+def _figures(visits: list[Visit], candidate_mode: str) -> str:
     pictures = [
-        ("Hot prefix under pressure", plots.survival(visits, canary["candidate_mode"])),
-        ("Time to first token", plots.ttft(visits, canary["candidate_mode"])),
+        ("Hot prefix under pressure", plots.survival(visits, candidate_mode)),
+        ("Time to first token", plots.ttft(visits, candidate_mode)),
         ("Prefix cache hit ratio", plots.hit_ratio(visits)),
     ]
-    figures = "".join(
+    return "".join(
         f'<figure role="img" aria-label="{title}"><h2>{title}</h2>{svg}</figure>'
         for title, svg in pictures
         if svg
     )
-    checks = "".join(
+
+
+def _checks(canary: dict) -> str:
+    return "".join(
         f'<li class="{c["status"]}"><b>{escape(c["name"])}: {c["status"]}.</b> '
         f"{escape(c['detail'])}</li>"
         for c in canary["checks"]
     )
-    phases = "".join(
+
+
+def _phases(canary: dict) -> str:
+    return "".join(
         f"<table><caption>{number}. {escape(row['phase'])}</caption>"
         + _rows([(name.replace("_", " "), value) for name, value in row.items() if name != "phase"])
         + "</table>"
         for number, row in enumerate(canary["phases"], 1)
     )
+
+
+def _facts(canary: dict) -> list[tuple[str, object]]:
     source = canary["source"]
-    facts = [
+    return [
         ("finished", canary["finished_at"]),
         ("target", canary["target"]),
         ("final mode", f"{canary['final_mode']}: {canary['left']}"),
@@ -209,41 +148,18 @@ def html(canary: dict) -> str:
         ("model", canary["model"]),
         ("GPU", canary["gpu"]),
         ("image", canary["image"]),
-        *((name, version) for name, version in canary["versions"].items()),
+        *canary["versions"].items(),
         ("server starts", canary["server_starts"]),
     ]
-    advice, reasons = ADVICE[outcome], canary["reasons"]
-    if outcome == ACCEPT:
-        # Everything passed and is listed below; what was gained comes first.
-        gains = ("kept", "ttft_hot_replay", "ttft_hot", "rollback")
-        reasons = [c["detail"] for c in canary["checks"] if c["name"] in gains]
-        if canary["target"] == "embedded":
-            advice = ADVICE_EMBEDDED_ACCEPT
-    template = Path(__file__).with_name("report.html").read_text()
-    filled = {
-        "outcome": outcome,
-        "word": WORD[outcome],
-        "color": COLOR[outcome],
-        "advice": escape(advice),
-        "reasons": "".join(f"<li>{escape(reason)}</li>" for reason in reasons),
-        "figures": figures,
-        "checks": checks,
-        "phases": phases,
-        "facts": _rows(facts),
-        "settings": _rows([*canary["settings"].items(), *canary["limits"].items()]),
-    }
-    for name, value in filled.items():
-        template = template.replace("{{" + name + "}}", value)
-    return template
 
 
-def write_reports(out: Path, record: dict, verdict: Verdict, repo: Path) -> dict[str, str]:
+def write_reports(out: Path, visits: list[Visit], record: dict, verdict: Verdict) -> dict[str, str]:
     """Write the three files, print the table on stderr; returns the files' paths."""
-    canary = complete(record, verdict, repo)
+    canary = complete(visits, record, verdict)
     contents = {
         "canary.json": json.dumps(canary, indent=1),
         "release.json": json.dumps(release_record(canary), indent=1),
-        "canary.html": html(canary),
+        "canary.html": html(canary, visits),
     }
     for name, text in contents.items():
         replace_file(out / name, text)

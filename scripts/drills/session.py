@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from drills.checks import FAIL, UNKNOWN
 from drills.env_file import EnvFileError
+from drills.options import make_target
 from drills.signals import Interrupted, ignore_signals, signals_as_interruption
-from drills.targets import TargetError, make_target
-from drills.verdict import FAIL, UNKNOWN, Verdict
+from drills.targets import Site, Target, TargetError
+from drills.verdict import Verdict
+from drills.visit import Mode, Role, Visit
 from servers.embedded import ServerError
 from serving.client import Client, read_api_key
 from serving.console import now, say
@@ -48,49 +51,46 @@ class State:
 class Session:
     """A drill in progress: `visits` so far, and `interrupted`, a sentence once a signal came."""
 
-    def __init__(self, options: argparse.Namespace, target, state: State) -> None:
+    def __init__(self, options: argparse.Namespace, target: Target, state: State) -> None:
         self.options, self.target, self.state = options, target, state
         self.started_at = now()
-        self.visits: list[dict] = []
+        self.visits: list[Visit] = []
         self.interrupted: str | None = None
 
-    def visit(self, role: str, mode: str, *, scan_limit: int | None = None, seed: int = 0) -> dict:
+    def visit(
+        self, role: Role, mode: Mode, *, scan_limit: int | None = None, seed: int = 0
+    ) -> Visit:
         """Run the workload once against a server in `mode`; returns the visit, also in `visits`.
 
-        A server that cannot be reached or dies is in the visit's "error".
+        A server that cannot be reached or dies is in the visit's `error`.
         """
         self.state.save(phase=role, mode=mode)
-        found = {
-            "role": role,
-            "mode_asked": mode,
-            "number": len(self.visits) + 1,
-            "report": None,
-            "error": None,
-            "started_at": now(),
-        }
+        visit = Visit(role, mode, len(self.visits) + 1)
+        if scan_limit is not None:
+            visit.scan_limit = scan_limit
         options = argparse.Namespace(**{**vars(self.options), "seed": seed})
         try:
-            with self.target.visit(role, mode, found["number"], scan_limit) as site:
+            with self.target.visit(role, mode, visit.number, scan_limit) as site:
                 say(f"  ready{f' after {site.ready_s} s' if site.ready_s else ''}: {site.base_url}")
-                found["ready_s"] = site.ready_s
+                visit.ready_s = site.ready_s
                 patience_s = DYING_S
                 try:
-                    asyncio.run(_measure(site, options, found))
-                    if healthy(found):
+                    asyncio.run(_measure(site, options, visit))
+                    if visit.healthy:
                         patience_s = 0.0
                 except Interrupted:
                     patience_s = 0.0
                     raise
                 finally:
                     if (code := site.exit_code(patience_s)) is not None:
-                        found["error"] = f"the server ended by itself with {code}"
-                found["identity"] = self.target.identity()
+                        visit.error = f"the server ended by itself with {code}"
+                visit.identity = self.target.identity()
         except EXPECTED_ERRORS as error:
-            found["error"] = found["error"] or str(error)
+            visit.error = visit.error or str(error)
             say(f"  {error}")
-        found["finished_at"] = now()
-        self.visits.append(found)
-        return found
+        visit.finished_at = now()
+        self.visits.append(visit)
+        return visit
 
     def run(self, steps: Callable[[], None]) -> None:
         """Run `steps`, which make the visits; a signal ends them and is in `interrupted`."""
@@ -144,7 +144,7 @@ class Session:
         self.state.save(phase="done", mode=left["final_mode"], finished=finished, outcome=outcome)
 
 
-async def _measure(site, options: argparse.Namespace, found: dict) -> None:
+async def _measure(site: Site, options: argparse.Namespace, visit: Visit) -> None:
     def progress(result: Result) -> None:
         if result.error:
             say(f"    {result.request.kind}: FAILED: {result.error}")
@@ -157,20 +157,14 @@ async def _measure(site, options: argparse.Namespace, found: dict) -> None:
     async with Client(
         site.base_url, api_key=key, model=options.model, timeout_s=timeout_s
     ) as client:
-        found["vllm"] = await client.version()
-        found["report"] = await press(client, options, site.policy, progress)
+        visit.vllm = await client.version()
+        visit.report = await press(client, options, site.policy, progress)
 
 
 def _leave_out_interruption(loop: asyncio.AbstractEventLoop, context: dict) -> None:
     # A signal that arrives inside a request is raised there and, once more, out of the loop.
     if not isinstance(context.get("exception"), Interrupted):
         loop.default_exception_handler(context)
-
-
-def healthy(visit: dict) -> bool:
-    """Tell whether a visit can be judged at all."""
-    report = visit["report"]
-    return bool(report) and not (visit["error"] or report["failures"] or report["problems"])
 
 
 @contextmanager

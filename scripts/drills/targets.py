@@ -1,41 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a canary runs: a local CPU server, the Compose stack, or two servers at given addresses.
+"""Where a drill runs: what is asked of every target, a local CPU server, and two given addresses.
 
-A target offers visit(role, mode, number, scan_limit), a context manager that yields a Site in that
-mode, and leave_in_lru(), which ends a drill safely from any state and says how things are left.
+The Compose stack, the only target that switches a file of the operator's, is in drills/compose.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Protocol
 
-from dotenv import dotenv_values
-
-from drills.env_file import setting_line, with_setting_line
-from drills.signals import SIGNALS
-from servers.embedded import EmbeddedServer
+from drills.visit import Identity, Mode, Role
+from servers.embedded import EmbeddedServer, vllm_folder
 from servers.processes import command_line, group_members, stop_group
-from servers.tiny_model import make_model
-from serving.files import replace_file
-from serving.metrics import compose_fetch, fetch, policy_state
+from serving.metrics import fetch, policy_state
 
-Save = Callable[..., None]
-SERVICE = "vllm"
-MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
-POLICY_PORT = 8001
+# What the installer writes to vllm/v1/core: its hooks, and its modules.
+INSTALLED = ("block_pool.py", "computecache_policy.py", "computecache_metrics.py")
+Save = Callable[..., None]  # keeps what a later drill must know, by name
 
 
 class TargetError(RuntimeError):
@@ -55,7 +43,36 @@ class Site:
     exit_code: Callable[[float], int | None] = lambda timeout_s: None
 
 
-class EmbeddedTarget:
+class Target(Protocol):
+    """A place where servers are visited in given modes, and which is left in lru.
+
+    `name` is its --target. `restarts`: every visit gets a new server, so prompts may come again.
+    What it can neither switch nor reach is a TargetError, a server that dies a ServerError.
+    """
+
+    name: ClassVar[str]
+    restarts: ClassVar[bool]
+
+    def visit(
+        self, role: Role, mode: Mode, number: int, scan_limit: int | None
+    ) -> AbstractContextManager[Site]:
+        """Bring a server up in `mode` and yield it; `scan_limit` None: as it is configured."""
+
+    def identity(self) -> Identity:
+        """Return what the server of the visit in progress runs on."""
+
+    def leave_in_lru(self) -> str:
+        """End a drill safely, from any state and more than once; says how things are left."""
+
+    def recover(self, state: dict) -> None:
+        """Mend what a killed drill left behind; `state` is what it saved last."""
+
+    def promote(self) -> None:
+        """Leave the target in active. Raises TargetError where that is not the canary's to do."""
+        raise TargetError(f"the canary cannot promote on {self.name}, only on compose")
+
+
+class EmbeddedTarget(Target):
     """The real server on this machine's CPU, a new one for each visit; none runs in between."""
 
     name = "embedded"
@@ -73,11 +90,10 @@ class EmbeddedTarget:
     ) -> None:
         self._model, self._out, self._save = model.resolve(), out.resolve(), save
         self._scan_limit, self._blocks, self._max_model_len = scan_limit, blocks, max_model_len
-        (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
-        self._core = Path(vllm) / "v1" / "core"
+        self._core = vllm_folder() / "v1" / "core"
 
     @contextmanager
-    def visit(self, role: str, mode: str, number: int, scan_limit: int | None) -> Iterator[Site]:
+    def visit(self, role: Role, mode: Mode, number: int, scan_limit: int | None) -> Iterator[Site]:
         server = EmbeddedServer(
             self._model,
             mode,
@@ -87,8 +103,7 @@ class EmbeddedTarget:
             max_model_len=self._max_model_len,
         )
         try:
-            server.start()
-            self._save(server_group=server.process.pid)
+            self._save(server_group=server.start())
             server.wait_until_ready()
             yield Site(
                 server.base_url,
@@ -110,128 +125,17 @@ class EmbeddedTarget:
         if group and any(b"vllm" in command_line(p).lower() for p in group_members(group)):
             stop_group(group)
 
-    def identity(self) -> dict:
-        cpu = platform.processor() or platform.machine()
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
+    def identity(self) -> Identity:
         return {
-            "gpu": f"none (CPU: {cpu}, {len(os.sched_getaffinity(0))} cores)",
+            "gpu": f"none (CPU: {_cpu()}, {len(os.sched_getaffinity(0))} cores)",
             "image": None,
             "blocks": self._blocks,
             "torch": importlib.metadata.version("torch"),
-            "installation": {
-                name: hashlib.sha256((self._core / name).read_bytes()).hexdigest()
-                for name in ("block_pool.py", "computecache_policy.py")
-            },
+            "installation": installation(self._core),
         }
 
 
-class ComposeTarget:
-    """The stack of compose.yaml: the mode is one line of `.env`, a visit recreates one service."""
-
-    name = "compose"
-    restarts = True
-
-    def __init__(self, folder: Path, save: Save, *, ready_timeout_s: int) -> None:
-        self._env_file, self._save, self._ready_timeout_s = folder / ".env", save, ready_timeout_s
-        if shutil.which("docker") is None:
-            raise TargetError("--target compose needs `docker` on PATH")
-        if not self._env_file.is_file():
-            raise TargetError(f"{self._env_file} is missing: copy .env.example and fill it in")
-        self._compose = ["docker", "compose", "--project-directory", str(folder)]
-        for name in (MODE, SCAN_LIMIT):
-            if name in os.environ:
-                print(
-                    f"note: {name} is exported in this shell and would override .env; it is left "
-                    "out here, your own `docker compose` would see it: unset it",
-                    file=sys.stderr,
-                )
-        data = self._env_file.read_bytes()
-        found = {name: setting_line(data, name) for name in (MODE, SCAN_LIMIT)}
-        self._lines = {name: line and line.decode() for name, line in found.items()}
-        port = dotenv_values(self._env_file).get("API_PORT") or "8000"
-        self.base_url = f"http://127.0.0.1:{port}"
-
-    @contextmanager
-    def visit(self, role: str, mode: str, number: int, scan_limit: int | None) -> Iterator[Site]:
-        self._save(env_lines=self._lines)
-        lines = {MODE: f"{MODE}={mode}"}
-        if scan_limit is not None:
-            lines[SCAN_LIMIT] = f"{SCAN_LIMIT}={scan_limit}"
-        self._switch(lines)
-        read = compose_fetch(self._compose, SERVICE, POLICY_PORT)
-        yield Site(self.base_url, lambda: policy_state(read()))
-
-    def leave_in_lru(self) -> str:
-        """Give `.env` its bytes back (with lru, if it said otherwise) and recreate the service."""
-        self.recover({"env_lines": self._lines})
-        return f"the {SERVICE} service runs with {MODE}=lru"
-
-    def recover(self, state: dict) -> None:
-        """Put back the lines that a killed drill changed, mode lru, and recreate the service."""
-        lines = dict(state.get("env_lines", self._lines))
-        if lines[MODE] is not None and value_of(lines[MODE]) != "lru":
-            lines[MODE] = f"{MODE}=lru"
-        self._switch(lines)
-
-    def promote(self) -> None:
-        """Leave the stack in active: the only place that does."""
-        self._switch(self._lines | {MODE: f"{MODE}=active"})
-
-    def identity(self) -> dict:
-        gpu = self._docker(
-            *("exec", "-T", SERVICE, "nvidia-smi"),
-            *("--query-gpu=name,driver_version", "--format=csv,noheader"),
-            check=False,
-        )
-        image = self._docker("images", "-q", SERVICE, check=False)
-        return {"gpu": gpu.strip() or "unknown", "image": image.strip() or "unknown"}
-
-    def _switch(self, lines: dict[str, str | None]) -> None:
-        data = changed = self._env_file.read_bytes()
-        for name, line in lines.items():
-            changed = with_setting_line(changed, name, line and line.encode())
-        if changed != data:
-            replace_file(self._env_file, changed)
-        # Recreated even when nothing changed: every visit starts with an empty cache.
-        self._docker(
-            *("up", "-d", "--force-recreate", "--wait"),
-            *("--wait-timeout", str(self._ready_timeout_s), SERVICE),
-        )
-
-    def _docker(self, *arguments: str, check: bool = True) -> str:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")}
-        command = [*self._compose, *arguments]
-        # Signals wait while docker starts: interrupted there, it would go on, known to nobody,
-        # beside the one that restores lru.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C is the canary's to handle, not docker's
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-            )
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                output, errors = process.communicate()
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if check and process.returncode:
-            raise TargetError(f"`{' '.join(command)}` failed: {errors.strip()[-600:]}")
-        return output if process.returncode == 0 else ""
-
-
-class UrlTarget:
+class UrlTarget(Target):
     """Two running servers, one in lru and one in the candidate's mode; nothing is switched."""
 
     name = "url"
@@ -241,7 +145,7 @@ class UrlTarget:
         self._sites = {"lru": lru, "candidate": candidate}
 
     @contextmanager
-    def visit(self, role: str, mode: str, number: int, scan_limit: int | None) -> Iterator[Site]:
+    def visit(self, role: Role, mode: Mode, number: int, scan_limit: int | None) -> Iterator[Site]:
         base_url, metrics = self._sites["candidate" if role == "candidate" else "lru"]
         yield Site(base_url, lambda: policy_state("\n".join(map(fetch, metrics))))
 
@@ -251,33 +155,17 @@ class UrlTarget:
     def recover(self, state: dict) -> None:
         """Nothing was changed, so nothing needs mending."""
 
-    def identity(self) -> dict:
+    def identity(self) -> Identity:
         return {"gpu": "not known of a given address", "image": None}
 
 
-def value_of(line: str) -> str:
-    """Return a `.env` line's value as a shell or Compose would read it, in lower case."""
-    return line.partition("=")[2].strip().strip("\"'").strip().lower()
+def installation(core: Path) -> dict[str, str]:
+    """Return the sha256 of each installed file in `core`, vLLM's v1/core, by its name."""
+    return {name: hashlib.sha256((core / name).read_bytes()).hexdigest() for name in INSTALLED}
 
 
-def make_target(options: argparse.Namespace, save: Callable[..., None]):
-    """Return the target that the options name."""
-    if options.target == "embedded":
-        return EmbeddedTarget(
-            make_model(options.out / "model"),
-            options.out,
-            save,
-            scan_limit=options.scan_limit,
-            blocks=options.blocks,
-            max_model_len=options.max_model_len,
-        )
-    if options.target == "compose":
-        return ComposeTarget(options.project, save, ready_timeout_s=options.ready_timeout)
-    if not (options.baseline_url and options.candidate_url):
-        raise TargetError("--target url needs --baseline-url and --candidate-url")
-    if not (options.baseline_policy_url and options.candidate_policy_url):
-        raise TargetError("--target url needs --baseline-policy-url and --candidate-policy-url")
-    return UrlTarget(
-        (options.baseline_url, options.baseline_policy_url),
-        (options.candidate_url, options.candidate_policy_url),
-    )
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -65,7 +65,7 @@ class Answer(TypedDict):
     """One request as sent. Equal `key`: equal prompt. `repetition`: what it is compared within."""
 
     kind: str
-    key: str | None
+    key: str
     repetition: int | None
     ttft_ms: float | None
     cached_tokens: int | None
@@ -152,7 +152,7 @@ def answers(results: Iterable[Result]) -> list[Answer]:
     return [
         {
             "kind": r.request.kind,
-            "key": r.request.tag.get("key", r.request.tag.get("shares")),
+            "key": r.request.tag.get("key") or r.request.tag["shares"],
             "repetition": r.request.tag.get("repetition"),
             "ttft_ms": _rounded(r.ttft_ms),
             "cached_tokens": r.cached_tokens,

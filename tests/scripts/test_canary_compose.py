@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from drills.targets import ComposeTarget
+from drills.compose import ComposeTarget
 
 
 def test_accept_leaves_lru_and_the_very_same_env_file(stack):

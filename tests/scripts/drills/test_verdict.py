@@ -6,14 +6,9 @@ import copy
 import pytest
 
 from drills.bootstrap import pair_repetitions
-from drills.verdict import (
-    ACCEPT,
-    INCONCLUSIVE,
-    REJECT,
-    Limits,
-    judge,
-    judge_lru,
-)
+from drills.checks import Limits
+from drills.verdict import ACCEPT, INCONCLUSIVE, REJECT, judge, judge_lru
+from drills.visit import Visit
 
 WARM = 608
 LRU_TTFT_MS = [30, 31, 32, 33, 34, 35]
@@ -51,7 +46,7 @@ def make_visit(role, mode, kept=0, hot_ms=60, flood_ms=60, repetitions=6, text="
         },
         "results": results,
     }
-    return {"role": role, "mode_asked": mode, "report": report, "error": None}
+    return Visit(role, mode, 1, report=report)
 
 
 def good_canary(**candidate):
@@ -90,7 +85,7 @@ def test_keeping_what_lru_loses_is_accepted_with_its_numbers():
 def test_a_rollback_with_prompts_of_its_own_is_not_paired():
     visits = good_canary(kept=100)
     visits[2] = make_visit("rollback", "lru", kept=90)
-    visits[2]["report"]["seed"] = 1
+    visits[2].report["seed"] = 1
     kept = judge(visits, Limits()).statistics["kept_tokens"]
     assert (kept["baseline_mean"], kept["candidate_mean"], kept["pairs"]) == (0, 100, 6)
 
@@ -101,14 +96,14 @@ def test_keeping_no_more_than_lru_is_rejected():
 
 def test_keeping_more_in_one_repetition_only_is_not_enough():
     visits = good_canary(kept=0)
-    visits[1]["report"]["results"][1]["cached_tokens"] = WARM
+    visits[1].report["results"][1]["cached_tokens"] = WARM
     assert outcome(visits) == (INCONCLUSIVE, ["kept"])
 
 
 def test_a_failed_candidate_request_is_rejected_and_the_error_is_quoted():
     visits = good_canary()
-    visits[1]["report"]["failures"] = [{"kind": "flood", "index": 3, "error": "HTTP 500: boom"}]
-    visits[1]["error"] = "the server ended by itself with -9"
+    visits[1].report["failures"] = [{"kind": "flood", "index": 3, "error": "HTTP 500: boom"}]
+    visits[1].error = "the server ended by itself with -9"
     verdict = judge(visits, Limits())
     assert verdict.outcome == REJECT
     assert "HTTP 500: boom" in verdict.reasons[0]
@@ -117,20 +112,20 @@ def test_a_failed_candidate_request_is_rejected_and_the_error_is_quoted():
 
 def test_a_candidate_that_never_started_is_rejected():
     visits = good_canary()
-    visits[1] |= {"report": None, "error": "the server ended with 1"}
+    visits[1].report, visits[1].error = None, "the server ended with 1"
     assert outcome(visits) == (REJECT, ["requests"])
 
 
 def test_a_failed_baseline_says_nothing_about_the_candidate():
     visits = [good_canary()[0]]
-    visits[0] |= {"report": None, "error": "the server ended with 1"}
+    visits[0].report, visits[0].error = None, "the server ended with 1"
     assert outcome(visits) == (INCONCLUSIVE, ["requests", "candidate"])
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_mode_that_was_not_asked_for_decides_nothing_but_a_failed_rollback_does(number):
     visits = good_canary()
-    visits[number]["report"]["mode"] = "lru" if number == 1 else "active"
+    visits[number].report["mode"] = "lru" if number == 1 else "active"
     expected = REJECT if number == 2 else INCONCLUSIVE
     assert outcome(visits)[0] == expected
     assert "mode" in outcome(visits)[1]
@@ -143,22 +138,31 @@ def test_lru_that_lost_nothing_tested_nothing():
 
 def test_a_prefix_that_was_never_cached_tested_nothing():
     visits = good_canary()
-    visits[0]["report"]["warm_prefix_cached_tokens"] = 0
+    visits[0].report["warm_prefix_cached_tokens"] = 0
     assert outcome(visits) == (INCONCLUSIVE, ["pressure"])
+
+
+def test_a_hot_prompt_that_was_never_sent_after_a_flood_tested_nothing():
+    visits = good_canary()
+    for visit in visits:
+        visit.report["post_flood_cached_tokens"] = None
+    verdict = judge(visits, Limits())
+    assert verdict.outcome == INCONCLUSIVE
+    assert "--max-requests" in verdict.reasons[0]
 
 
 def test_counters_that_disagree_decide_nothing():
     visits = good_canary()
-    visits[0]["report"]["problems"] = ["the server's counters went backwards"]
+    visits[0].report["problems"] = ["the server's counters went backwards"]
     assert outcome(visits) == (INCONCLUSIVE, ["counters"])
 
 
 def test_files_installed_between_the_visits_decide_nothing():
     visits = good_canary()
     for visit in visits:
-        visit["identity"] = {"installation": {"computecache_policy.py": "one"}}
+        visit.identity = {"installation": {"computecache_policy.py": "one"}}
     assert outcome(visits) == (ACCEPT, [])
-    visits[2]["identity"] = {"installation": {"computecache_policy.py": "another"}}
+    visits[2].identity = {"installation": {"computecache_policy.py": "another"}}
     assert outcome(visits) == (INCONCLUSIVE, ["installation"])
 
 
@@ -189,7 +193,7 @@ def test_a_budget_replaces_the_comparison():
 
 def test_another_text_at_temperature_0_is_rejected_and_named():
     visits = good_canary()
-    visits[1]["report"]["results"][2]["text"] = "other"
+    visits[1].report["results"][2]["text"] = "other"
     verdict = judge(visits, Limits())
     assert verdict.outcome == REJECT
     assert "flood/1" in verdict.reasons[0]
@@ -197,9 +201,9 @@ def test_another_text_at_temperature_0_is_rejected_and_named():
 
 def test_lru_answers_from_the_cache_and_without_it_both_count_as_equal():
     visits = good_canary()
-    for result in visits[1]["report"]["results"]:
+    for result in visits[1].report["results"]:
         result["text"] = "from the cache" if result["key"] == "hot" else "same"
-    visits[0]["report"]["results"][1]["text"] = "from the cache"
+    visits[0].report["results"][1]["text"] = "from the cache"
     assert outcome(visits) == (ACCEPT, [])
 
 
@@ -209,7 +213,7 @@ def test_without_a_rollback_there_is_no_accept():
 
 def test_a_rollback_that_does_not_serve_is_rejected():
     visits = good_canary()
-    visits[2] |= {"report": None, "error": "no answer"}
+    visits[2].report, visits[2].error = None, "no answer"
     found, names = outcome(visits)
     assert found == REJECT
     assert "rollback" in names
@@ -218,8 +222,8 @@ def test_a_rollback_that_does_not_serve_is_rejected():
 def test_pairs_follow_the_order_of_visits():
     visits = good_canary()
     second = copy.deepcopy(visits)
-    baselines = [visits[0], second[0], second[2]]
-    pairs = pair_repetitions(baselines, [visits[1], second[1]])
+    baselines = [visit.report for visit in (visits[0], second[0], second[2])]
+    pairs = pair_repetitions(baselines, [visits[1].report, second[1].report])
     assert [len(pair["baseline"]) for pair in pairs] == [2] * 6 + [4] * 6
     assert all(len(pair["candidate"]) == 2 for pair in pairs)
 
@@ -229,7 +233,7 @@ def test_the_lru_visits_alone_can_be_judged():
     assert judge_lru([baseline, rollback]).outcome == ACCEPT
     assert judge_lru([baseline]).outcome == INCONCLUSIVE
     assert judge_lru([make_visit("baseline", "lru", kept=WARM)]).outcome == INCONCLUSIVE
-    rollback["report"]["mode"] = "active"
+    rollback.report["mode"] = "active"
     assert judge_lru([baseline, rollback]).outcome == REJECT
 
 
@@ -237,11 +241,11 @@ def streams(candidate_cached, reusable=30_000, lru_cached=0, text="same"):
     """A canary of another shape: no warmed prefix, every request counts."""
     visits = good_canary(kept=candidate_cached, text=text)
     for visit in visits:
-        report = visit["report"]
+        report = visit.report
         report["settings"] = {"shape": "trace", "concurrency": 1}
         report["warm_prefix_cached_tokens"] = report["post_flood_cached_tokens"] = None
         report["reusable_tokens"] = reusable
-        cached = candidate_cached if visit["role"] == "candidate" else lru_cached
+        cached = candidate_cached if visit.role == "candidate" else lru_cached
         report["ttft_ms"] = {"trace": report["ttft_ms"]["flood"]}
         for number, result in enumerate(report["results"]):
             result |= {"kind": "trace", "key": f"trace/{number}", "cached_tokens": cached}
