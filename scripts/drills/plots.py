@@ -70,14 +70,20 @@ def survival(visits: list[Visit], candidate_mode: str) -> str | None:
         return _svg(figure)
 
 
-def ttft(visits: list[Visit], candidate_mode: str) -> str | None:
-    """Share of requests answered within a time to first token, one panel a kind."""
+def _ttft_ms(visits: list[Visit]) -> dict[tuple[str, str], list[float]]:
+    """Return the times to first token by kind and side."""
     samples: dict[tuple[str, str], list[float]] = {}
     for visit in visits:
         for result in visit.report["results"] if visit.report else []:
             if result["kind"] in JUDGED_KINDS and result["ttft_ms"] is not None:
                 key = (result["kind"], _side(visit))
                 samples.setdefault(key, []).append(result["ttft_ms"])
+    return samples
+
+
+def ttft(visits: list[Visit], candidate_mode: str) -> str | None:
+    """Share of requests answered within a time to first token, one panel a kind."""
+    samples = _ttft_ms(visits)
     kinds = [kind for kind in JUDGED_KINDS if any(key[0] == kind for key in samples)]
     if not kinds:
         return None

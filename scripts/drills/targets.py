@@ -46,8 +46,10 @@ class Site:
 class Target(Protocol):
     """A place where servers are visited in given modes, and which is left in lru.
 
-    `name` is its --target. `restarts`: every visit gets a new server, so prompts may come again.
-    What it can neither switch nor reach is a TargetError, a server that dies a ServerError.
+    name: its --target. restarts: every visit gets a new server, so prompts may come again.
+    A drill calls recover first, where the one before was killed; visit for each of its visits, and
+    identity before that visit's end; promote or leave_in_lru last. What cannot be switched or
+    reached is a TargetError, a server that does not start a ServerError.
     """
 
     name: ClassVar[str]

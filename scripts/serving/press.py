@@ -102,12 +102,20 @@ async def press(
         last_state = policy()
     except MetricsError as error:
         report["problems"].append(f"after the run: {error}")
-        return report
-    report["counters"] = counters(moved)
-    report["policy"] = last_state
-    report["problems"] = counter_problems(results, moved, options.concurrency)
-    if last_state["mode"] != first_state["mode"]:
-        report["problems"].append("the server's mode changed during the run")
-    if len(results) < len(plan) and not report["failures"]:
-        report["problems"].append(f"--max-seconds ended the run at request {len(results)}")
+    else:
+        _compare(report, results, moved, last_state)
     return report
+
+
+def _compare(report: Report, results: list[Result], moved: PrefixCounters, state: dict) -> None:
+    """Put into the report what the server says after the run, and what that contradicts.
+
+    moved: its counters, less what they were before. state: its policy's.
+    """
+    report["counters"] = counters(moved)
+    report["policy"] = state
+    report["problems"] = counter_problems(results, moved, report["settings"]["concurrency"])
+    if state["mode"] != report["mode"]:
+        report["problems"].append("the server's mode changed during the run")
+    if len(results) < report["requests"]["planned"] and not report["failures"]:
+        report["problems"].append(f"--max-seconds ended the run at request {len(results)}")
