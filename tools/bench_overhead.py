@@ -5,6 +5,7 @@
 Unpatched, lru and active at several scan limits run in one process, on pools filled with
 the same cached blocks. Each sample times one pass of calls; the variants take turns, in
 an order shuffled anew for each round, so that a drift of the machine meets all of them.
+With --beside FILE another version of the policy takes its turns, too.
 Between calls, outside the clock, the blocks are cached under new hashes and freed, as
 one-use requests do: every call evicts as many cached blocks as it takes.
 
@@ -25,12 +26,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from lab.files import replace_file, replace_section
-from lab.pool import unpatched_block_pool
+from lab.pool import block_pool_with, unpatched_block_pool
 
 POOLS = (1024, 20480)  # blocks
 VICTIMS = (1, 16, 60)  # blocks per call
 SCAN_LIMITS = (16, 32, 64)
-LRU_RATIO, ACTIVE_RATIO_60, ACTIVE_US_1 = 1.1, 2.0, 15.0  # the goals
+LRU_RATIO = 1.1  # goal: lru, times unpatched
+ACTIVE_RATIO_60 = 2.0  # goal: active at scan limit 64 and 60 victims, times unpatched
+ACTIVE_US_1 = 15.0  # goal: active at scan limit 64 and one victim, microseconds
+BESIDE_RATIO = 1.05  # goal with --beside: active at scan limit 64, times the other policy
+BESIDE = "beside 64"  # the other policy's variant
 
 
 def make_pool(module, num_blocks: int, mode: str, scan_limit: int):
@@ -77,13 +82,22 @@ def quartiles(values: list[float]) -> dict[str, float]:
     return {"median": middle, "q1": low, "q3": high}
 
 
-def measure(num_blocks: int, victims: int, rounds: int, calls: int, seed: int) -> list[dict]:
+def pools(num_blocks: int, beside: Path | None) -> dict:
+    """A pool of every variant, by its name."""
     import vllm.v1.core.block_pool as patched
 
     variants = {"unpatched": make_pool(unpatched_block_pool(), num_blocks, "lru", 64)}
     variants["lru"] = make_pool(patched, num_blocks, "lru", 64)
     for scan_limit in SCAN_LIMITS:
         variants[f"active {scan_limit}"] = make_pool(patched, num_blocks, "active", scan_limit)
+    if beside:
+        variants[BESIDE] = make_pool(block_pool_with(beside), num_blocks, "active", 64)
+    return variants
+
+
+def measure(
+    variants: dict, num_blocks: int, victims: int, rounds: int, calls: int, seed: int
+) -> list[dict]:
     loads = {name: Load(pool, victims) for name, pool in variants.items()}
     for load in loads.values():
         for _ in range(2 * num_blocks // victims):  # until every block is cached
@@ -116,9 +130,14 @@ def measure(num_blocks: int, victims: int, rounds: int, calls: int, seed: int) -
 def goals_of(rows: list[dict]) -> list[dict]:
     """Each goal with what was measured; medians are compared."""
     goals = []
+    median = {
+        (row["variant"], row["victims"], row["pool_blocks"]): row["us_per_call"]["median"]
+        for row in rows
+    }
     for row in rows:
         ratio, spent = row["ratio_to_unpatched"]["median"], row["us_per_call"]["median"]
-        where = f"{row['variant']}, {row['victims']} victims, pool {row['pool_blocks']}"
+        plural = "" if row["victims"] == 1 else "s"
+        where = f"{row['variant']}, {row['victims']} victim{plural}, pool {row['pool_blocks']}"
         if row["variant"] == "lru":
             goals.append((f"{where}: at most {LRU_RATIO} x unpatched", ratio, LRU_RATIO))
         elif row["variant"] == "active 64" and row["victims"] == 1:
@@ -127,6 +146,10 @@ def goals_of(rows: list[dict]) -> list[dict]:
             goals.append(
                 (f"{where}: at most {ACTIVE_RATIO_60} x unpatched", ratio, ACTIVE_RATIO_60)
             )
+        elif row["variant"] == BESIDE:
+            ratio = median["active 64", row["victims"], row["pool_blocks"]] / spent
+            where = where.replace(BESIDE, "active 64")
+            goals.append((f"{where}: at most {BESIDE_RATIO} x beside", ratio, BESIDE_RATIO))
     return [{"goal": g, "measured": m, "holds": m <= bound} for g, m, bound in goals]
 
 
@@ -158,9 +181,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=200, help="calls in a sample")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="update the docs as well")
+    parser.add_argument(
+        "--beside", type=Path, metavar="FILE", help="measure this policy file in the same run"
+    )
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2 or arguments.calls < 1:
         parser.error("--rounds must be at least 2 and --calls at least 1")
+    if arguments.beside and not arguments.beside.is_file():
+        parser.error(f"--beside {arguments.beside}: no such file")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm.v1.core.block_pool  # noqa: F401
@@ -171,7 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     for num_blocks in POOLS:
         for victims in VICTIMS:
             print(f"pool {num_blocks}, {victims} victims", file=sys.stderr)
-            rows += measure(num_blocks, victims, arguments.rounds, arguments.calls, arguments.seed)
+            variants = pools(num_blocks, arguments.beside)
+            rows += measure(
+                variants, num_blocks, victims, arguments.rounds, arguments.calls, arguments.seed
+            )
     goals = goals_of(rows)
     text = json.dumps({"rows": rows, "goals": goals}, indent=1)
     print(text)

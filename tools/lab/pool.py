@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -68,14 +68,29 @@ def make_pool(capacity_blocks: int, mode: str, settings: Mapping[str, object]):
 
 def unpatched_block_pool() -> ModuleType:
     """vLLM's block_pool module without the hooks, from the bytes the installer reverts to."""
-    import vllm.v1.core.block_pool as patched
-
     import install_computecache as installer
 
+    return _block_pool("unpatched_block_pool", installer.undo)
+
+
+def block_pool_with(policy: Path) -> ModuleType:
+    """vLLM's patched block_pool module with another policy file than the installed one."""
+    module = _block_pool("block_pool_beside", bytes)
+    other = load_module("policy_beside", policy)
+    vars(module)["ComputeCachePolicy"] = other.ComputeCachePolicy
+    return module
+
+
+def _block_pool(name: str, edit: Callable[[bytes], bytes | None]) -> ModuleType:
+    """A second copy of the installed block_pool module, its bytes put through `edit`."""
+    import vllm.v1.core.block_pool as patched
+
     path = Path(patched.__file__)
-    pristine = installer.undo(path.read_bytes())
-    module = ModuleType("unpatched_block_pool")
-    exec(compile(pristine, str(path), "exec"), module.__dict__)
+    source = edit(path.read_bytes())
+    if source is None:
+        raise RuntimeError(f"{path} is not patched: run tools/install_computecache.py")
+    module = ModuleType(name)
+    exec(compile(source, str(path), "exec"), module.__dict__)
     return module
 
 
