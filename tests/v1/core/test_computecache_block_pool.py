@@ -96,7 +96,7 @@ def free_blocks(pool):
 
 
 def check(pool):
-    """Every invariant of the pool and of the policy's lists in its queue."""
+    """Every invariant of the pool, and of the policy's lists in its queue."""
     free = free_blocks(pool)
     free_ids = {block.block_id for block in free}
     assert len(free_ids) == len(free)
@@ -105,25 +105,12 @@ def check(pool):
             assert (block.block_id in free_ids) == (block.ref_cnt == 0)
     policy = pool.computecache
     assert policy.fallbacks == 0
-    assert policy.model.unobserved == fresh_words(policy)
-    if policy._queue is None:
+    policy.lists.check()
+    if policy.lists.queue is None:
         return
-    places = [policy._words[block.block_id] & policy_module.PLACE_MASK for block in free]
     for block in pool.blocks:
         if block.ref_cnt:
-            assert not policy._words[block.block_id] & policy_module.PLACE_MASK
-    # Blocks prepended since the last decision, the lists in their order, unsorted ones.
-    start = next((i for i, place in enumerate(places) if place), len(places))
-    stop = max((i + 1 for i, place in enumerate(places) if place), default=start)
-    listed = places[start:stop]
-    assert listed == sorted(listed)
-    assert 0 not in listed
-    end = policy._ends[0]
-    for place in range(1, policy_module.PLACES + 1):
-        assert listed.count(place) == policy._counts[place]
-        if place in listed:
-            end = free[start + max(i for i, other in enumerate(listed) if other == place)]
-        assert policy._ends[place] is end
+            assert not policy.lists.words[block.block_id] & policy_module.PLACE_MASK
 
 
 HOT_CASES = [
@@ -304,18 +291,18 @@ def test_a_last_block_that_is_computed_again_is_no_loss(pool_blocks, length, pro
     for _ in range(30):
         for number in range(prompts):
             repeat_whole(client, f"hot {number}", length)
-    assert pool.computecache.model.trips == 0
+    assert pool.computecache.model.guard.trips == 0
     kept = 0
     for day in range(5):
         for number in range(pool_blocks * 12 // 10 // 60):
             client.run(f"flood {day} {number}", 60)
         kept += sum(repeat_whole(client, f"hot {number}", length) for number in range(prompts))
     assert kept > 0.9 * 5 * prompts * (length - 1)
-    assert pool.computecache.model.trips == 0
+    assert pool.computecache.model.guard.trips == 0
 
 
 def fresh_words(policy):
-    return sum(bool(word & policy_module.FRESH) for word in policy._words)
+    return sum(bool(word & policy_module.FRESH) for word in policy.lists.words)
 
 
 def test_a_sort_that_fails_leaves_the_books_in_order():
@@ -434,7 +421,7 @@ def test_a_failure_in_the_policy_does_not_stop_the_pool(monkeypatch, caplog):
     def fail(*_):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(type(pool.computecache), "_choose", fail)
+    monkeypatch.setattr(type(pool.computecache.order), "choose", fail)
     before = free_blocks(pool)
     assert pool.get_new_blocks(4) == before[:4]
     assert pool.computecache.fallbacks == 1

@@ -31,6 +31,7 @@ def load_policy_module():
 
 policy_module = load_policy_module()
 ComputeCachePolicy, Settings = policy_module.ComputeCachePolicy, policy_module.Settings
+NORMAL, NO_DEMOTION, LRU = policy_module.GuardState
 
 
 def digest(*numbers):
@@ -378,8 +379,8 @@ class BoundTest(unittest.TestCase):
                 pool.touch(hot[number % 100 :][:1])
                 pool.free(hot[number % 100 :][:1])
         policy = pool.policy
-        words = {id(word): sys.getsizeof(word) for word in policy._words}
-        spent = sys.getsizeof(policy._words) + sum(words.values())
+        words = {id(word): sys.getsizeof(word) for word in policy.lists.words}
+        spent = sys.getsizeof(policy.lists.words) + sum(words.values())
         spent += sys.getsizeof(policy.model._tags) + sys.getsizeof(policy.model._last)
         self.assertLess(spent, 32 * size)
 
@@ -484,9 +485,9 @@ def fitted(**settings):
     for number in range(300):
         for kind in range(policy_module.KINDS):
             model.advance(number)
-            model.observe([digest(number << 2 | kind)], kind, number, False)
+            model.observe_computed([digest(number << 2 | kind)], kind, number)
             if number % 4 == 0 and number >= 128:
-                model.observe([digest(number - 128 << 2 | kind)], kind, number, True)
+                model.observe_hits([digest(number - 128 << 2 | kind)], kind, number)
     model.advance(600)
     return model
 
@@ -525,7 +526,7 @@ class WeightTest(unittest.TestCase):
 
     def test_about_one_request_in_eight_is_not_demoted(self):
         pool = Pool(active(4096), 4000)
-        pool.policy._eviction_cost = lambda: 1.0  # more than a never reused block is worth
+        pool.policy.order._eviction_cost = lambda: 1.0  # more than a never reused block is worth
         for _ in range(400):
             pool.one_use(128)
         counters = pool.policy.counters
@@ -537,7 +538,8 @@ class WeightTest(unittest.TestCase):
         for penalty in (0, 10**9):
             pool = Pool(active(256, quick_demote_penalty=penalty), 80)
             policy = pool.policy
-            policy.model = fitted(quick_demote_penalty=penalty)
+            model = fitted(quick_demote_penalty=penalty)
+            policy.model = policy.lists.model = policy.order.model = model
             policy._clock = 601
             pool.hot(40)
             pool.free(pool.get(1))
@@ -554,10 +556,10 @@ class ModelTest(unittest.TestCase):
         model.reuse_events = policy_module.MIN_REUSE_EVENTS
         for number in range(400):
             model.advance(number)
-            model.observe([digest(2 * number)], policy_module.COLD, number, False)
-            model.observe([digest(2 * number + 1)], policy_module.CONTINUING, number, False)
+            model.observe_computed([digest(2 * number)], policy_module.COLD, number)
+            model.observe_computed([digest(2 * number + 1)], policy_module.CONTINUING, number)
             if number >= 100:
-                model.observe([digest(2 * number - 199)], policy_module.CONTINUING, number, True)
+                model.observe_hits([digest(2 * number - 199)], policy_module.CONTINUING, number)
         model.advance(600)
         self.assertGreater(
             model.index[policy_module.CONTINUING][0], model.index[policy_module.COLD][0]
@@ -574,58 +576,63 @@ class ModelTest(unittest.TestCase):
         hazards = [0.0] * policy_module.BINS
         hazards[9] = 0.5
         start, end = policy_module.BIN_STARTS[9], policy_module.BIN_STARTS[10]
-        index = policy_module._gittins(hazards)
+        index = policy_module.gittins(hazards)
         self.assertAlmostEqual(index[0], 0.5 / (start + 0.75 * (end - start)))
         self.assertAlmostEqual(index[9], 0.5 / (0.75 * (end - start)))
         self.assertEqual(index[10], 0.0)
 
     def guarded(self, hits, demoted=True):
-        """A model of 256 blocks; each hash comes back a unit later and was there if `hits`."""
+        """The guard of 256 blocks; each hash comes back a unit later and was there if `hits`."""
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
-        model.demoted = demoted
+        model.guard.demoted = demoted
         for number in range(1, 4 * policy_module.GUARD_LEAST):
             model.advance(number)
-            model.observe([digest(number)], policy_module.COLD, number, False)
-            model.observe([digest(number - 1)], policy_module.COLD, number, hits(model))
-            if model.compared_now:
-                model.settle()
+            model.observe_computed([digest(number)], policy_module.COLD, number)
+            observe = model.observe_hits if hits(model) else model.observe_computed
+            observe([digest(number - 1)], policy_module.COLD, number)
+            if model.guard.compared_now:
+                model.guard.settle(model.now)
         return model
+
+    def assertGuard(self, model, state, trips):
+        self.assertEqual((model.guard.state, model.guard.trips), (state, trips))
 
     def test_where_lru_hits_more_the_guard_ends_demotion_then_everything(self):
         model = self.guarded(lambda model: False)
-        self.assertEqual((model.demotes, model.lru, model.trips), (False, True, 2))
+        self.assertGuard(model, LRU, 2)
         model.advance(model.now + 2 * (policy_module.GUARD_POOLS + 1) * 256)
-        self.assertEqual((model.demotes, model.lru), (True, False))
+        self.assertGuard(model, NORMAL, 2)
 
     def test_where_demotion_was_the_fault_the_lists_stay(self):
-        model = self.guarded(lambda model: not model.demotes)
-        self.assertEqual((model.demotes, model.lru, model.trips), (False, False, 1))
+        model = self.guarded(lambda model: model.guard.state is not NORMAL)
+        self.assertGuard(model, NO_DEMOTION, 1)
 
     def test_where_nothing_was_demoted_lru_takes_over_at_once(self):
         model = self.guarded(lambda model: False, demoted=False)
-        self.assertEqual((model.demotes, model.lru, model.trips), (False, True, 1))
+        self.assertGuard(model, LRU, 1)
 
     def test_a_few_lost_hits_are_chance(self):
         last = 2 * policy_module.GUARD_LEAST
         lost = range(last - 4, last)
         model = self.guarded(lambda model: model.now not in lost)
-        self.assertEqual((model.demotes, model.lru, model.trips), (True, False, 0))
+        self.assertGuard(model, NORMAL, 0)
 
     def test_no_request_alone_can_trip_the_guard(self):
         for lead in (8, 64, 1000):
-            model = policy_module.ReuseModel(Settings(mode="active"), 256)
-            model.compared_now = policy_module.GUARD_LEAST + 1
-            model.settle()
-            model.compared_now = model._lead_now = lead
-            self.assertFalse(model.settle(), lead)
+            guard = policy_module.ReuseModel(Settings(mode="active"), 256).guard
+            guard.compared_now = policy_module.GUARD_LEAST + 1
+            guard.settle(0)
+            guard.compared_now = guard.lead_now = lead
+            self.assertFalse(guard.settle(0), lead)
 
     def trip(self, model):
         """Let LRU lead until it takes over; returns for how many pools."""
-        model.demoted = False
+        guard = model.guard
+        guard.demoted = False
         for _ in range(200):
-            model.compared_now = model._lead_now = 4
-            if model.settle():
-                return (model._guarded_until - model.now) // model.pool_units
+            guard.compared_now = guard.lead_now = 4
+            if guard.settle(model.now):
+                return (guard.until - model.now) // model.pool_units
         raise AssertionError("the guard never trips")
 
     def test_lru_takes_over_for_longer_each_time_and_is_forgiven_in_time(self):
@@ -633,23 +640,36 @@ class ModelTest(unittest.TestCase):
         held = []
         for _ in range(4):
             held.append(self.trip(model))
-            self.assertTrue(model.lru)
-            model.advance(model._guarded_until)
-            self.assertFalse(model.lru)
+            self.assertIs(model.guard.state, LRU)
+            model.advance(model.guard.until)
+            self.assertIs(model.guard.state, NORMAL)
         self.assertEqual(held, [16, 32, 64, 64])
         for _ in range(2):
             model.advance(model.now + policy_module.GUARD_MAX_POOLS * model.pool_units)
         self.assertEqual(self.trip(model), 32)
 
+    def test_a_quiet_time_halves_the_next_lru_time(self):
+        model = policy_module.ReuseModel(Settings(mode="active"), 256)
+        for _ in range(2):
+            last = self.trip(model)
+            model.advance(model.guard.until)
+        self.assertEqual(last, 32)
+        for expected in (32, 32, 16):  # after 1, 1 and 2 times 64 quiet pools
+            quiet = 1 if expected == 32 else 2
+            for _ in range(quiet):
+                model.advance(model.now + policy_module.GUARD_MAX_POOLS * model.pool_units)
+            self.assertEqual(self.trip(model), expected)
+            model.advance(model.guard.until)
+
     def test_the_guard_lets_a_policy_be_that_hits_as_much(self):
         model = self.guarded(lambda model: True)
-        self.assertEqual((model.demotes, model.lru, model.trips), (True, False, 0))
+        self.assertGuard(model, NORMAL, 0)
 
     def test_the_horizon_is_the_age_at_which_the_pool_would_be_full(self):
         model = policy_module.ReuseModel(Settings(mode="active"), 256)
         for number in range(4000):  # one new block a clock unit
             model.advance(number)
-            model.observe([digest(number * 7919)], policy_module.COLD, number, False)
+            model.observe_computed([digest(number * 7919)], policy_module.COLD, number)
             if number == 200:
                 model.find_horizon()
                 self.assertEqual(model.lru_horizon, policy_module.EVER)  # nothing had to go yet
@@ -660,7 +680,7 @@ class ModelTest(unittest.TestCase):
         pool = Pool(active(64), 40)
         chain = pool.hot(20)
         pool.one_use(20)
-        pool.policy.model.lru = True
+        pool.policy.model.guard.state = LRU
         self.assertEqual(pool.get(4), chain[:15:-1])
 
 

@@ -1,56 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
 """ComputeCache: a bounded eviction policy beside vLLM's BlockPool.
 
-BlockPool owns reference counts, hash maps, KV events and block tables. This module
-only changes the order of blocks that are already free, just before BlockPool pops
-its victims from the front of the free queue. `ComputeCachePolicy` says how,
-`ReuseModel` says what the measured reuse is worth. docs/policy.md has the picture.
+BlockPool owns reference counts, hash maps, KV events and block tables. This module only
+changes the order of blocks that are already free: before BlockPool pops its victims from
+the front of the free queue and, to sort what was freed, in the eviction hook after that.
+
+In reading order: Settings, Counters, hazard arithmetic, Guard (when to step back to LRU),
+ReuseModel (what keeping a block is worth), the block word, FreeLists (the lists in the free
+queue), Ordering (who joins which list, and who goes), Debt (how much may be sorted) and
+ComputeCachePolicy with the hooks that BlockPool calls. docs/policy.md has the picture and a
+glossary.
 """
 
 import logging
 import os
 from array import array
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
 from itertools import accumulate, pairwise
-from math import expm1
+from math import expm1, sqrt
 from random import Random
 from typing import Any
 from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
+Block = Any  # vLLM's KVCacheBlock: this file needs the standard library only
+Queue = Any  # vLLM's FreeKVCacheBlockQueue
+
+
+# -- settings --------------------------------------------------------------------------
+
 MODES = ("lru", "active")
-MAX_SCAN_LIMIT = 4096
-MAX_WEIGHT = 1_000_000_000
-MAX_DIGITS = 12
+MAX_SCAN_LIMIT = 4096  # blocks; more would let one decision take milliseconds
+MAX_WEIGHT = 1_000_000_000  # any weight this high leaves the evidence no say
+MAX_DIGITS = 12  # of a setting's text; int() of a very long one takes long
+
+
+def _whole(default: int, low: int, high: int, meaning: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "help": meaning})
 
 
 @dataclass(frozen=True)
 class Settings:
     """Effective settings of one policy; the defaults are the safe ones.
 
-    mode: ``lru`` leaves the free queue alone, ``active`` reorders it.
-    scan_limit: a decision for n victims looks at n + scan_limit - 1 blocks at most;
-        1 means plain LRU.
-    reuse_weight: strength, in sampled observations, of the belief that a block which
-        was reused will be reused again. Higher keeps reused blocks longer.
-    depth_weight: bonus for a reused prefix, proportional to its length; 1 doubles the
-        keep value at 32,768 tokens. Higher keeps long prefixes longer.
-    age_weight: how fast that belief fades, per pool's worth of allocations. Higher
-        drops old favourites sooner.
-    quick_demote_penalty: strength, in 1/64 observations, of the belief that a block
-        which was never reused will not be. Higher demotes one-use blocks sooner.
-    log_every: decisions between two summary lines in the log; 0 means none.
+    The one table of settings: a field's metadata has its `help` and its bounds, `low` and
+    `high` (for `mode` the `choices`).
     """
 
-    mode: str = "lru"
-    scan_limit: int = 64
-    reuse_weight: int = 64
-    depth_weight: int = 1
-    age_weight: int = 1
-    quick_demote_penalty: int = 4096
-    log_every: int = 256
+    mode: str = field(
+        default="lru",
+        metadata={
+            "choices": MODES,
+            "help": "`lru` leaves the free queue alone, `active` reorders it.",
+        },
+    )
+    scan_limit: int = _whole(
+        64,
+        1,
+        MAX_SCAN_LIMIT,
+        "A decision for n victims looks at n + scan_limit - 1 blocks at most; 1 means plain LRU.",
+    )
+    reuse_weight: int = _whole(
+        64,
+        0,
+        MAX_WEIGHT,
+        "Strength, in sampled observations, of the belief that a block which was reused will be "
+        "reused again. Higher keeps reused blocks longer.",
+    )
+    depth_weight: int = _whole(
+        1,
+        0,
+        MAX_WEIGHT,
+        "Bonus for a reused prefix, proportional to its length; 1 doubles the keep value at "
+        "32,768 tokens. Higher keeps long prefixes longer.",
+    )
+    age_weight: int = _whole(
+        1,
+        0,
+        MAX_WEIGHT,
+        "How fast the belief in reuse fades, per pool's worth of allocations. Higher drops old "
+        "favourites sooner.",
+    )
+    quick_demote_penalty: int = _whole(
+        4096,
+        0,
+        MAX_WEIGHT,
+        "Strength, in 1/64 observations, of the belief that a block which was never reused will "
+        "not be. Higher demotes one-use blocks sooner.",
+    )
+    log_every: int = _whole(
+        256, 0, MAX_WEIGHT, "Decisions between two summary lines in the log; 0 means none."
+    )
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
@@ -60,78 +103,74 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            name = f"COMPUTECACHE_{field.name.upper()}"
+        for setting in fields(cls):
+            name = f"COMPUTECACHE_{setting.name.upper()}"
             raw = environ.get(name, "")
-            text = raw.strip(" \t\r\n\"'").lower()
-            if not raw.strip():
-                continue  # Compose passes an unset variable as an empty one
-            if field.name == "mode":
-                if text in MODES:
-                    values["mode"] = text
-                else:
-                    logger.warning(
-                        "%s=%r is not one of %s: using %s.",
-                        name,
-                        raw,
-                        " | ".join(MODES),
-                        field.default,
-                    )
-                continue
-            low, high = (1, MAX_SCAN_LIMIT) if field.name == "scan_limit" else (0, MAX_WEIGHT)
-            whole = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
-            if not (whole and int(text) >= low):
-                logger.warning(
-                    "%s=%r is not a whole number from %d to %d: using %d.",
-                    name,
-                    raw,
-                    low,
-                    high,
-                    field.default,
-                )
-            else:
-                values[field.name] = min(int(text), high)
-                if int(text) > high:
-                    logger.warning("%s=%r is above the upper bound: using %d.", name, raw, high)
+            if raw.strip():  # Compose passes an unset variable as an empty one
+                values[setting.name] = _parsed(setting, name, raw)
         return cls(**values)
+
+
+def _parsed(setting: "Field[Any]", name: str, raw: str) -> Any:
+    """The value of one setting; a warning, and the default or the bound, if it is none."""
+    text = raw.strip(" \t\r\n\"'").lower()
+    if setting.name == "mode":
+        if text in MODES:
+            return text
+        expected = " | ".join(MODES)
+        logger.warning("%s=%r is not one of %s: using %s.", name, raw, expected, setting.default)
+        return setting.default
+    low, high = setting.metadata["low"], setting.metadata["high"]
+    whole = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+    if not whole or int(text) < low:
+        logger.warning(
+            "%s=%r is not a whole number from %d to %d: using %d.",
+            name,
+            raw,
+            low,
+            high,
+            setting.default,
+        )
+        return setting.default
+    if int(text) > high:
+        logger.warning("%s=%r is above the upper bound: using %d.", name, raw, high)
+    return min(int(text), high)
+
+
+# -- counters --------------------------------------------------------------------------
+
+
+def _count(meaning: str) -> Any:
+    return field(default=0, metadata={"help": meaning})
 
 
 @dataclass
 class Counters:
-    """What one policy has done since it was built; the metrics collector reads it."""
+    """What one policy has done since it was built; the metrics serve each with its `help`."""
 
-    decisions: int = 0  # calls with at least one victim to choose
-    reordered_decisions: int = 0  # decisions that moved a victim to the front
-    inspected_blocks: int = 0  # blocks looked at to make the decisions
-    sorted_blocks: int = 0  # freed blocks sorted besides, at most one for each block taken
-    demoted_blocks: int = 0  # never reused blocks put first in line when they were sorted
-    fallbacks: int = 0  # decisions left to plain queue order by a failure
-    victims_unhashed: int = 0
-    victims_never_reused: int = 0
-    victims_reused: int = 0
-    victims_protected: int = 0  # that had been sorted; the hook cannot tell others
-    protected_hits: int = 0  # hits on blocks older than LRU's estimated horizon
-    lru_guard_trips: int = 0  # times that measured reuse did worse than LRU
+    decisions: int = _count("Allocations for which the policy was asked to choose victims.")
+    reordered_decisions: int = _count("Decisions that moved a victim to the front of the queue.")
+    inspected_blocks: int = _count("Free-queue blocks looked at while choosing.")
+    sorted_blocks: int = _count(
+        "Freed blocks sorted into a list beside the decisions, "
+        "at most one for each block that a request took."
+    )
+    demoted_blocks: int = _count("Never reused blocks put first in line when they were sorted.")
+    fallbacks: int = _count("Decisions left to LRU because of an unexpected state or an error.")
+    victims_unhashed: int = _count("Victims that had no hash.")
+    victims_never_reused: int = _count("Victims with a hash that no request took from the cache.")
+    victims_reused: int = _count("Victims that a request had taken from the cache.")
+    victims_protected: int = _count("Victims with a reuse watcher that had been sorted.")
+    protected_hits: int = _count("Prefix hits on blocks older than the age at which LRU evicts.")
+    lru_guard_trips: int = _count(
+        "Times LRU measured better: a trip ends demotion or, where nothing was demoted since "
+        "the last one, puts the policy on LRU order for a time."
+    )
 
 
-COLD, CONTINUING, REUSED = range(3)  # kinds of block, see ReuseModel
-KINDS = 3
-BINS = 32  # ages in half octaves of a clock unit
-UNITS_PER_POOL = 256  # resolution of the clock that ages are measured by
-COHORTS_PER_POOL, COHORTS = 16, 128
-SAMPLED_POOL = 1024  # blocks of the pool that the sample stands for, at least
-MAX_SAMPLE_RATE = 64  # one block hash in this many is followed, at most
-HISTORY_POOLS = 8  # the sample remembers this many pools' worth of hashes
-LEAST_SLOTS = 512  # of the directory
-SHRINKAGE = 256.0  # observations by which a kind's reuse is pulled to the overall one
-PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
-DECAY = 0.7  # of all evidence, per pool's worth of allocations
-MIN_REUSE_EVENTS = 48  # decisions with a hit before measurement replaces the fixed order
-GUARD_WINDOW, GUARD_LEAST_WINDOW = 4, 512  # sampled pools, comparisons
-GUARD_SIGMAS, GUARD_PRIOR, GUARD_SHARE, GUARD_LEAST = 1.0, 36.0, 0.002, 64  # see settle
-GUARD_POOLS, GUARD_MAX_POOLS = 8, 64  # how long the guard holds
-EVER = 1 << 62  # an age that nothing reaches
-DEPTH_TOKENS = 32768  # see Settings.depth_weight
+# -- hazard arithmetic -----------------------------------------------------------------
+
+BINS = 32  # ages in half octaves of a clock unit; the last holds all above 2**15.5 units
 
 
 def age_bin(age: int) -> int:
@@ -140,18 +179,177 @@ def age_bin(age: int) -> int:
 
 
 def _bin_starts() -> list[int]:
-    starts = [BINS * BINS * 2**BINS] * (BINS + 1)
+    """The first age of each bin and, as if it were an octave, the end of the last."""
+    starts = []
     age = 0
     for number in range(BINS):
         while age_bin(age) < number:
             age += 1
-        starts[number] = age
-    starts[BINS] = 2 * starts[BINS - 1]
-    return starts
+        starts.append(age)
+    return [*starts, 2 * starts[-1]]
 
 
 BIN_STARTS = _bin_starts()
-BIN_WIDTHS = [b - a for a, b in pairwise(BIN_STARTS)]
+BIN_WIDTHS = [end - start for start, end in pairwise(BIN_STARTS)]
+
+
+def at_risk(hits: Sequence[float], lost: Sequence[float]) -> list[float]:
+    """Blocks that reach each half octave; those lost in it count half (actuarial estimate)."""
+    risks = []
+    reached = sum(hits) + sum(lost)
+    for hit, gone in zip(hits, lost, strict=True):
+        risk = reached - gone / 2
+        risks.append(risk if risk > 0.25 else 0.0)
+        reached -= hit + gone
+    return risks
+
+
+def gittins(hazards: Sequence[float]) -> list[float]:
+    """Expected hits per clock unit from each age on, under the best moment to stop."""
+    survival = list(accumulate(hazards, lambda alive, hazard: alive * (1 - hazard), initial=1.0))
+    spent = [
+        width * (a + b) / 2 for width, (a, b) in zip(BIN_WIDTHS, pairwise(survival), strict=True)
+    ]
+    index = []
+    for start in range(BINS):
+        best = time = 0.0
+        for stop in range(start, BINS):
+            time += spent[stop]
+            gain = survival[start] - survival[stop + 1]
+            if time and gain > best * time:
+                best = gain / time
+        index.append(best)
+    return index
+
+
+# -- the guard -------------------------------------------------------------------------
+
+
+class GuardState(Enum):
+    """What the guard leaves of the policy."""
+
+    NORMAL = "normal"  # all of it
+    NO_DEMOTION = "no demotion"  # the lists, and none of the demotion
+    LRU = "lru"  # the least recently used block goes, to within a clock unit
+
+
+NORMAL, NO_DEMOTION, LRU = GuardState
+
+GUARD_SIGMAS = 1.0  # standard deviations that LRU must lead by; more lets a loss go on
+GUARD_PRIOR = 36.0  # hits squared, of variance: six hits lost at once show nothing yet
+GUARD_SHARE = 0.002  # of the hits compared: a lead this small is not worth a trip
+GUARD_LEAST = 64  # comparisons before the first verdict
+GUARD_WINDOW = 4  # pools' worth of samples that the sums remember
+GUARD_LEAST_WINDOW = 512  # comparisons that they remember at least
+GUARD_POOLS = 8  # pools' worth of allocations without demotion; half of the first LRU time
+GUARD_MAX_POOLS = 64  # pools' worth: the longest LRU time, and the quiet that halves the next
+
+
+class Guard:
+    """Compares the real hits with those of plain LRU, and steps back where LRU does better.
+
+        state        event                                         next         for
+        NORMAL       LRU leads by more than chance, and something  NO_DEMOTION  8 pools' worth
+                     was demoted since the last trip
+        NORMAL       LRU leads so, and nothing was demoted         LRU          16, 32, 64, 64, ...
+        NO_DEMOTION  LRU still leads                               LRU          16, 32, 64, 64, ...
+        any other    its time is over                              NORMAL
+
+    Each LRU time is twice the one before, up to 64 pools' worth of allocations; for every 64
+    pools' worth that passed without a trip, the next one is halved.
+
+    LRU leads by more than chance when
+
+        lead > GUARD_SIGMAS * sqrt(sum of squared leads + GUARD_PRIOR) + GUARD_SHARE * compared.
+
+    All three sums decay. What was compared between two decisions is one event: the blocks of
+    a request are hit or lost together. The prior keeps one event, or a few small ones, from
+    tripping the guard.
+    """
+
+    def __init__(self, pool_units: int, window: int) -> None:
+        self.state = NORMAL
+        self.trips = 0
+        self.demoted = False  # whether the policy demoted blocks since the last trip
+        self.compared_now = self.lead_now = 0  # since the last decision
+        self.until = 0  # clock units: the end of the state, unless it is NORMAL
+        self._pool_units = pool_units
+        self._decay = 1 - 1 / window  # of the sums, per comparison
+        self._lead = self._variance = self._compared = 0.0
+        self._lru_pools = GUARD_POOLS  # half of the next LRU time
+        self._forgiven_at = 0  # clock units: when the next LRU time is halved
+
+    def compare(self, lead: int) -> None:
+        """A block came back. `lead` is 1 where only LRU had kept it, -1 where only the pool."""
+        self.compared_now += 1
+        self.lead_now += lead
+
+    def settle(self, now: int) -> bool:
+        """Once a decision: weigh what was compared since, as one event. Whether it trips."""
+        self._weigh()
+        if self.state is LRU or self._compared <= GUARD_LEAST or self._lead <= self._chance():
+            return False
+        self.state = self._step_back()
+        pools = GUARD_POOLS
+        if self.state is LRU:
+            self._lru_pools = pools = min(2 * self._lru_pools, GUARD_MAX_POOLS)
+        self.trips += 1
+        self.demoted = False
+        self.until = now + pools * self._pool_units
+        self._forgiven_at = self.until + GUARD_MAX_POOLS * self._pool_units
+        self._lead = self._variance = self._compared = 0.0
+        return True
+
+    def relax(self, now: int) -> None:
+        """Once a pool's worth: back to NORMAL when the time is over, then forgive."""
+        if self.state is not NORMAL and now >= self.until:
+            self.state = NORMAL
+            self._lead = self._variance = self._compared = 0.0
+        elif self._lru_pools > GUARD_POOLS and now >= self._forgiven_at:
+            self._lru_pools //= 2
+            self._forgiven_at = now + GUARD_MAX_POOLS * self._pool_units
+
+    def _weigh(self) -> None:
+        decay, lead = self._decay**self.compared_now, self.lead_now
+        self._lead = self._lead * decay + lead
+        self._variance = self._variance * decay + self._surprise(lead)
+        self._compared = self._compared * decay + self.compared_now
+        self.compared_now = self.lead_now = 0
+
+    def _surprise(self, lead: int) -> float:
+        """Variance of one event: its blocks come and go together."""
+        return lead * lead
+
+    def _chance(self) -> float:
+        """The lead of LRU, in hits, that chance explains."""
+        return GUARD_SIGMAS * sqrt(self._variance + GUARD_PRIOR) + GUARD_SHARE * self._compared
+
+    def _step_back(self) -> GuardState:
+        """Where a trip leads: demotion is the first suspect, if there was any."""
+        return NO_DEMOTION if self.demoted else LRU
+
+
+# -- the model -------------------------------------------------------------------------
+
+COLD, CONTINUING, REUSED = range(3)  # kinds of block, see ReuseModel
+KINDS = 3
+UNITS_PER_POOL = 256  # clock units in a pool's worth of allocations: resolution of ages
+COHORTS_PER_POOL = 16  # groups by time of last use, for the horizon and the blocks at risk
+COHORTS = 128  # the youngest are told apart: 8 pools' worth; older hashes are one more
+SAMPLED_POOL = 1024  # blocks: smaller pools follow every hash, larger ones about this many
+LEAST_SAMPLE_RATE = 16  # block hashes of which one is followed, from SAMPLED_POOL blocks on
+MAX_SAMPLE_RATE = 64  # block hashes of which one is followed, in the largest pools
+HISTORY_POOLS = 8  # pools' worth of hashes that the sample remembers
+LEAST_SLOTS = 512  # of the directory, so that few hashes of a small pool share one
+SHRINKAGE = 256.0  # pseudo-observations that pull a kind's hazard to that of all kinds
+PRIOR_HAZARD = 0.25  # reuse in a half octave that reuse_weight believes in
+DECAY = 0.7  # of all evidence, per pool's worth of allocations: hot sets drift
+MIN_REUSE_EVENTS = 48  # decisions with a hit before measurement replaces the fixed order
+EVER = 1 << 62  # clock units: an age that nothing reaches
+
+
+def _no_copy(block_hash: bytes) -> bool:
+    return False
 
 
 class ReuseModel:
@@ -163,22 +361,19 @@ class ReuseModel:
     The sample is a direct-mapped directory of hashes (1 in `rate`: digests, in bytes, that
     are `below` a bound) that outlives eviction, so reuse is seen whether or not the block
     was still there. Its ages give each kind a hazard per half octave (hits over blocks at
-    risk, Kaplan-Meier), pulled towards the hazard of all kinds and the beliefs in Settings.
-    The index of an age is
+    risk, Kaplan-Meier), shrunk towards the pooled hazard of all kinds (256
+    pseudo-observations) and towards the priors in Settings. The `index` of an age is
 
-        max over later ages y of  P(reuse before y) / E[time in the pool until reuse or y],
+        max over later ages y of  P(reuse before y) / E[time in the pool until reuse or y]:
 
-    the expected hits per block and clock unit of keeping a block on (Gittins' index of
-    optimal stopping; hit density in LHD, Beckmann et al., NSDI 2018). `keep` is its
-    monotone hull: never lower for a younger block or a later kind, so that a parent, which
-    is at least as young and as reused as its child, never ranks below it.
+    how many hits a block is expected to give per clock unit in the pool, if it is dropped at
+    the best moment (Gittins' index of optimal stopping; hit density in LHD, Beckmann et al.,
+    NSDI 2018). `keep` is its monotone hull: never lower for a younger block or a later kind,
+    so that a parent, which is at least as young and as reused as its child, never ranks below
+    it.
 
-    The guard compares real hits on the sample with those of plain LRU: a hash that comes
-    back younger than LRU's horizon, the age at which as many distinct hashes were seen
-    as the pool holds, would have been a hit. Where LRU does better by more than chance
-    nothing is demoted for some pools' worth of allocations; where nothing was demoted since
-    the last time, `lru` is set instead, twice as long each time (and half as long again
-    after 64 pools' worth without).
+    `guard` compares the hits on the sample with those of plain LRU: a hash that comes back
+    younger than `lru_horizon` would have been a hit.
 
     Memory: 12 bytes for each of max(512, 8 * num_blocks / rate) slots.
     """
@@ -187,7 +382,7 @@ class ReuseModel:
         self.settings = settings
         self.num_blocks = num_blocks
         self.unit = max(1, num_blocks // UNITS_PER_POOL)  # blocks per clock unit
-        rate = 1 if num_blocks < SAMPLED_POOL else 16
+        rate = 1 if num_blocks < SAMPLED_POOL else LEAST_SAMPLE_RATE
         while rate < MAX_SAMPLE_RATE and rate * SAMPLED_POOL < num_blocks:
             rate *= 2
         self.rate = rate
@@ -195,15 +390,8 @@ class ReuseModel:
         self.pool_units = max(1, num_blocks // self.unit)
         self._cohort_units = max(1, self.pool_units // COHORTS_PER_POOL)
         slots = max(LEAST_SLOTS, HISTORY_POOLS * num_blocks // rate)
-        self._guard_decay = 1 - 1 / max(GUARD_LEAST_WINDOW, GUARD_WINDOW * num_blocks // rate)
         self._tags = array("I", bytes(4 * slots))  # 0: nothing there
         self._last = array("Q", bytes(8 * slots))  # stamp << 2 | kind
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: the cache was emptied, its hashes mean nothing any more."""
-        slots = len(self._tags)
-        self._tags = array("I", bytes(4 * slots))
         self._live = [[0] * (COHORTS + 1) for _ in range(KINDS)]  # hashes by cohort of last use
         self._hits = [[0.0] * BINS for _ in range(KINDS)]
         self._lost = [[0.0] * BINS for _ in range(KINDS)]
@@ -213,15 +401,10 @@ class ReuseModel:
         self.now = 0
         self.reuse_events = 0
         self.unobserved = 0  # blocks handed out and not yet seen with their hash
-        self.demotes, self.lru = True, False  # what the guard leaves of the policy
-        self.demoted = False  # whether a word called for it since the guard last tripped
         self.lru_horizon = EVER  # clock units, as of the cohort of the last comparison
         self._horizon_at = 0
-        self.trips = 0
-        self._guarded_until = self._forgiven_at = 0
-        self._guard_pools = GUARD_POOLS
-        self._lead = self._variance = self._compared = 0.0
-        self.compared_now = self._lead_now = 0
+        window = max(GUARD_LEAST_WINDOW, GUARD_WINDOW * num_blocks // rate)
+        self.guard = Guard(self.pool_units, window)
         never, again = [0.0] * BINS, [1.0] * BINS
         self.index = [never, never, again]  # until measured: never reused go first
         self.keep = [never, never, again]
@@ -231,11 +414,7 @@ class ReuseModel:
         self.now = now
         cohort = now // self._cohort_units
         if cohort != self._cohort:
-            begun = self._cohort
-            if begun < cohort - COHORTS:
-                begun = cohort - COHORTS
-            while begun < cohort:
-                begun += 1
+            for begun in range(self._cohort + 1, cohort + 1):
                 slot = begun % COHORTS
                 for live in self._live:
                     if live[slot]:
@@ -247,21 +426,39 @@ class ReuseModel:
             self._next_fit = now + self.pool_units
             self._fit()
 
-    def observe(
+    def observe(self, hashes: Collection[bytes], kind: int, stamp: int) -> None:
+        """Sampled hashes were used at `stamp` by blocks that were in use all along.
+
+        That says nothing about the worth of keeping free blocks.
+        """
+        for _ in self._returns(hashes, kind, stamp):
+            pass
+
+    def observe_hits(self, hashes: Collection[bytes], kind: int, stamp: int) -> None:
+        """Sampled hashes were used at `stamp`, and the pool had kept their free blocks."""
+        for _, was, age in self._returns(hashes, kind, stamp):
+            self._came_back(was, age, True)
+
+    def observe_computed(
         self,
-        hashes: Sequence[bytes] | Mapping[bytes, Any],
+        hashes: Collection[bytes],
         kind: int,
         stamp: int,
-        hit: bool | None,
-        lookup: Callable[[bytes], Any] | None = None,
+        is_copy: Callable[[bytes], bool] = _no_copy,
     ) -> None:
-        """Sampled hashes were referenced at `stamp`; `hit` says if the pool still had them.
+        """Sampled hashes were computed at `stamp`: those that were seen before had been lost.
 
-        None: that says nothing about the worth of keeping free blocks, for they were in use.
-        Neither does a block that was computed again while a copy was cached: `lookup` finds
-        another than the one that `hashes` then gives for each hash. vLLM does so with the last
-        block of a prompt that it has whole, whatever the policy.
+        A block computed while a copy is cached (`is_copy`) says nothing, as in `observe`. vLLM
+        does so with the last block of a prompt that it has whole, whatever the policy.
         """
+        for block_hash, was, age in self._returns(hashes, kind, stamp):
+            if not is_copy(block_hash):
+                self._came_back(was, age, False)
+
+    def _returns(
+        self, hashes: Collection[bytes], kind: int, stamp: int
+    ) -> Iterator[tuple[bytes, int, int]]:
+        """Note the use of all `hashes`; each that is known, with its kind and age until then."""
         tags, last, slots = self._tags, self._last, len(self._tags)
         live, lost = self._live, self._lost
         units, forgotten = self._cohort_units, self._forgotten
@@ -281,51 +478,45 @@ class ReuseModel:
             cohort = cohort % COHORTS if cohort > forgotten else COHORTS
             live[was][cohort] -= 1
             age = stamp - before if stamp > before else 0
-            if known != tag:
+            if known == tag:
+                yield block_hash, was, age
+            else:
                 octave = (age * age).bit_length()  # age_bin, as fast as it can be had
                 lost[was][octave if octave < BINS else BINS - 1] += 1
-            elif hit is not None and (not lookup or lookup(block_hash) is hashes[block_hash]):
-                self._hits[was][age_bin(age)] += 1
-                if self._horizon_at != self._cohort:
-                    self.find_horizon()
-                self.compared_now += 1
-                self._lead_now += (age <= self.lru_horizon) - hit
 
-    def settle(self) -> bool:
-        """Once a decision: weigh the hits compared since, as one event. Whether the guard trips.
+    def _came_back(self, was: int, age: int, hit: bool) -> None:
+        """A hash that was of kind `was` is used again; `hit` says if the pool still had it."""
+        self._hits[was][age_bin(age)] += 1
+        if self._horizon_at != self._cohort:
+            self.find_horizon()
+        self.guard.compare((age <= self.lru_horizon) - hit)
 
-        LRU's lead, a decaying sum, is more than chance above one standard deviation (the root
-        of the squared leads of events, and of a prior: no event alone can trip it, nor can a
-        few small ones) and 0.2 per cent of the hits compared.
+    def find_horizon(self) -> None:
+        """Set `lru_horizon`: plain LRU would still hold anything that is younger.
+
+        It is the age at which the number of distinct hashes used since equals the pool's size.
+        Hashes that share a slot count once.
         """
-        decay = self._guard_decay**self.compared_now
-        lead = self._lead_now
-        self._lead = self._lead * decay + lead
-        self._variance = self._variance * decay + lead * lead
-        self._compared = self._compared * decay + self.compared_now
-        self.compared_now = self._lead_now = 0
-        deviation = (self._variance + GUARD_PRIOR) ** 0.5
-        noise = GUARD_SIGMAS * deviation + GUARD_SHARE * self._compared
-        if self._compared <= GUARD_LEAST or self._lead <= noise or self.lru:
-            return False
-        pools = GUARD_POOLS
-        if not self.demoted:  # demotion was not the reason
-            self.lru = True
-            self._guard_pools = pools = min(2 * self._guard_pools, GUARD_MAX_POOLS)
-        self.demotes = self.demoted = False
-        self.trips += 1
-        self._guarded_until = self.now + pools * self.pool_units
-        self._forgiven_at = self._guarded_until + GUARD_MAX_POOLS * self.pool_units
-        self._lead = self._variance = self._compared = 0.0
-        return True
+        self._horizon_at = self._cohort
+        enough = self._slots_of((self.num_blocks - self.unobserved) / self.rate)
+        cold, continuing, reused = self._live
+        seen = 0
+        for back in range(min(COHORTS, self._cohort + 1)):
+            cohort = (self._cohort - back) % COHORTS
+            seen += cold[cohort] + continuing[cohort] + reused[cohort]
+            if seen >= enough:
+                self.lru_horizon = back * self._cohort_units + self._cohort_units // 2
+                return
+        self.lru_horizon = EVER
+
+    def _slots_of(self, distinct: float) -> float:
+        """Slots that so many hashes are expected to fill (linear counting, Whang et al., 1990)."""
+        slots = len(self._tags)
+        return -slots * expm1(-distinct / slots)
 
     def _fit(self) -> None:
-        if not self.demotes and self.now >= self._guarded_until:
-            self.demotes, self.lru = True, False
-            self._lead = self._variance = self._compared = 0.0
-        elif self._guard_pools > GUARD_POOLS and self.now >= self._forgiven_at:
-            self._guard_pools //= 2
-            self._forgiven_at = self.now + GUARD_MAX_POOLS * self.pool_units
+        """What is done once per pool's worth of allocations."""
+        self.guard.relax(self.now)
         lost = [list(row) for row in self._lost]
         self._add_live(lost)
         if self.reuse_events >= MIN_REUSE_EVENTS:
@@ -342,30 +533,10 @@ class ReuseModel:
         for kind, live in enumerate(self._live):
             lost[kind][age_bin(COHORTS * self._cohort_units)] += live[COHORTS]
 
-    def find_horizon(self) -> None:
-        """Set `lru_horizon`, the age below which as many distinct hashes are as the pool holds.
-
-        Hashes that share a slot count once, so d of them are expected in
-        slots * (1 - exp(-d / slots)) slots (linear counting, Whang et al., 1990).
-        """
-        self._horizon_at = self._cohort
-        slots = len(self._tags)
-        distinct = (self.num_blocks - self.unobserved) / self.rate
-        enough = -slots * expm1(-distinct / slots)
-        cold, continuing, reused = self._live
-        seen = 0
-        for back in range(min(COHORTS, self._cohort + 1)):
-            cohort = (self._cohort - back) % COHORTS
-            seen += cold[cohort] + continuing[cohort] + reused[cohort]
-            if seen >= enough:
-                self.lru_horizon = back * self._cohort_units + self._cohort_units // 2
-                return
-        self.lru_horizon = EVER
-
     def _rank(self, lost: list[list[float]]) -> None:
-        settings = self.settings
+        """Measure `index` and `keep` anew."""
         all_hits = [sum(column) for column in zip(*self._hits, strict=True)]
-        all_risk = _at_risk(all_hits, [sum(column) for column in zip(*lost, strict=True)])
+        all_risk = at_risk(all_hits, [sum(column) for column in zip(*lost, strict=True)])
         pull = [min(SHRINKAGE, risk) for risk in all_risk]  # no evidence pulls at nothing
         pulled = [
             strength * hits / risk if risk else 0.0
@@ -373,71 +544,554 @@ class ReuseModel:
         ]
         index = []
         for kind in range(KINDS):
-            if kind == REUSED:
-                weight = float(settings.reuse_weight)
-                fading = [1 + settings.age_weight * a / self.pool_units for a in BIN_STARTS[:BINS]]
-                believed = [weight * PRIOR_HAZARD / by for by in fading]
-            else:
-                weight = settings.quick_demote_penalty / 64
-                believed = [0.0] * BINS
+            weight, believed = self._belief(kind)
             hits = [sum(c) for c in zip(self._hits[kind], pulled, believed, strict=True)]
-            risks = _at_risk(self._hits[kind], lost[kind])
+            risks = at_risk(self._hits[kind], lost[kind])
             risks = [risk + more + weight for risk, more in zip(risks, pull, strict=True)]
-            hazards = [
-                min(1.0, hit / risk) if risk else 0.0 for hit, risk in zip(hits, risks, strict=True)
-            ]
-            index.append(_gittins(hazards))
+            index.append(
+                gittins(
+                    [
+                        min(1.0, h / risk) if risk else 0.0
+                        for h, risk in zip(hits, risks, strict=True)
+                    ]
+                )
+            )
         hull = [list(accumulate(reversed(row), max))[::-1] for row in index]
         for kind in (CONTINUING, REUSED):
             hull[kind] = [max(pair) for pair in zip(hull[kind - 1], hull[kind], strict=True)]
         self.index, self.keep = index, hull
 
-
-def _at_risk(hits: Sequence[float], lost: Sequence[float]) -> list[float]:
-    """Blocks that reach each half octave; those lost in it count half (actuarial estimate)."""
-    risks = []
-    reached = sum(hits) + sum(lost)
-    for hit, gone in zip(hits, lost, strict=True):
-        risk = reached - gone / 2
-        risks.append(risk if risk > 0.25 else 0.0)
-        reached -= hit + gone
-    return risks
+    def _belief(self, kind: int) -> tuple[float, list[float]]:
+        """The prior of a kind: observations it counts for, and the hits among them by age."""
+        settings = self.settings
+        if kind != REUSED:
+            return settings.quick_demote_penalty / 64, [0.0] * BINS
+        weight = float(settings.reuse_weight)
+        fading = [1 + settings.age_weight * age / self.pool_units for age in BIN_STARTS[:BINS]]
+        return weight, [weight * PRIOR_HAZARD / by for by in fading]
 
 
-def _gittins(hazards: list[float]) -> list[float]:
-    """Expected hits per clock unit from each age on, under the best moment to stop."""
-    survival = list(accumulate(hazards, lambda alive, hazard: alive * (1 - hazard), initial=1.0))
-    spent = [
-        width * (a + b) / 2 for width, (a, b) in zip(BIN_WIDTHS, pairwise(survival), strict=True)
-    ]
-    index = []
-    for start in range(BINS):
-        best = time = 0.0
-        for stop in range(start, BINS):
-            time += spent[stop]
-            gain = survival[start] - survival[stop + 1]
-            if time and gain > best * time:
-                best = gain / time
-        index.append(best)
-    return index
+# -- the block word --------------------------------------------------------------------
 
-
-# A block's word: stamp << 9 | flags | kind << 4 | place. The stamp is the clock unit of the
-# last use and, once the block is sorted, of its sorting.
-PLACE_MASK, FRESH, KIND_SHIFT, KIND_MASK, STAMP_SHIFT = 7, 8, 4, 3, 9
-LET_THROUGH, UNHASHED, WATCHED = 64, 128, 256
+# What the policy knows of a block is one integer, its word:
+#   bits 0-2 place | 3 fresh | 4-5 kind | 6 let through | 7 unhashed | 8 watched | 9.. stamp
+# The stamp is the clock unit of the last use and, once the block is sorted, of its sorting.
+PLACE_MASK = 7
+FRESH = 1 << 3  # handed out, and not yet seen with its hash
+KIND_SHIFT = 4
+KIND_MASK = 3
+LET_THROUGH = 1 << 6  # computed by a request whose blocks are not demoted
+UNHASHED = 1 << 7  # had no hash when it was sorted, or lost it where it stood
+WATCHED = 1 << 8  # had a reuse watcher when it was sorted
+STAMP_SHIFT = 9
 UNUSUAL = FRESH | UNHASHED | WATCHED | REUSED << KIND_SHIFT  # as a victim
+
 # Places in queue order, each a run of neighbours; 0 is the rest: in use or not sorted yet.
-SPENT, FIRST_LIST, PROTECTED = 1, 2, 5  # a kind's list is at FIRST_LIST + kind
+SPENT = 1  # the next victims: without a hash, or demoted
+FIRST_LIST = 2  # a kind's list is at FIRST_LIST + kind
+PROTECTED = 5  # the last victims: with a reuse watcher
 PLACES = 5
-LET_THROUGH_SHARE = 1 / 8  # of never reused allocations, drawn at random, that are not demoted
-SAVED_SCANS, SAVED_BLOCKS = 16, 1024  # scan limits, and blocks, that are sorted late at a time
-MAX_FALLBACKS = 8  # failures, one decision after another, that switch the policy off
-SHARED_UNITS = 8  # a touch of a block in use is reuse if its last use is this old
+
+
+# -- the lists -------------------------------------------------------------------------
+
+Run = tuple[Block, Block, int, int]  # neighbours in the queue: first, last, blocks, place
 
 
 class QueueError(RuntimeError):
     """The free queue is not what BlockPool promises; the decision is left alone."""
+
+
+class FreeLists:
+    """The five lists in the free queue: their counts and ends, and every block's word.
+
+        front | prepended | spent | cold | continuing | reused | protected | not sorted | tail
+
+    `ends[place]` is the last block up to the end of a place, which is that of the place before
+    where the place is empty; `ends[0]` is the queue's head. BlockPool appends behind the lists
+    and prepends before them. `check` says what holds between any two calls of the policy.
+    """
+
+    def __init__(self, model: ReuseModel, num_blocks: int) -> None:
+        self.model = model
+        self.words = [UNHASHED] * num_blocks  # by block id
+        self.queue: Queue = None  # the one that the lists are in
+        self._same: dict[int, int] = {}  # the words of this clock unit, each one object
+        self._clear()
+
+    def _clear(self) -> None:
+        self.counts = [0] * (PLACES + 1)
+        self.ends: list[Block] = []
+        self.protected: Container[int] = ()  # ids of blocks with a reuse watcher
+        self.moved = False  # whether the decision changed the order of the queue
+        self.before: Block = None  # the hashed block that was sorted last ...
+        self.before_place = 0  # ... and where to
+
+    def attach(self, queue: Queue) -> None:
+        """After `forget`, begin with every block of `queue` unsorted."""
+        self.queue = queue
+        self.ends = [queue.fake_free_list_head] * (PLACES + 1)
+
+    def forget(self) -> None:
+        """There are no lists; what is known of each block stays. In proportion to the pool."""
+        if self.queue is not None:
+            self.words = [self.intern(word & ~PLACE_MASK) for word in self.words]
+        self.queue = None
+        self._clear()
+
+    def begin_unit(self) -> None:
+        """The clock moved: words of the unit before are not made any more."""
+        self._same.clear()
+
+    def intern(self, word: int) -> int:
+        """The one object that stands for this word in this clock unit: memory, and `is`."""
+        return self._same.setdefault(word, word)
+
+    def spare(self, num_blocks: int) -> bool:
+        """Whether so many victims can be had without reused blocks."""
+        counts = self.counts
+        return counts[SPENT] + counts[FIRST_LIST] + counts[FIRST_LIST + CONTINUING] >= num_blocks
+
+    # -- blocks come and go -----------------------------------------------------------
+
+    def take_out(self, block: Block, place: int) -> None:
+        """`block` of `place` is about to be taken out of the queue."""
+        self.counts[place] -= 1
+        if block is self.ends[place]:
+            head, before = self.ends[0], block.prev_free_block
+            if before is not head and not self.words[before.block_id] & PLACE_MASK:
+                before = head  # only blocks prepended since the last decision
+            self._set_end(place, block, before)
+
+    def absorb(self, budget: int) -> tuple[int, bool]:
+        """Add the blocks that BlockPool prepended since the last decision to spent.
+
+        Returns how many and whether that was all; if `budget` ends first, nothing changes.
+        """
+        words, ends = self.words, self.ends
+        if ends[PLACES] is ends[0]:
+            return 0, True  # no lists: nothing stands before them
+        found: list[Block] = []
+        block = ends[0].next_free_block
+        while not words[block.block_id] & PLACE_MASK:
+            if len(found) == budget:
+                return budget, False
+            found.append(block)
+            block = _next(block)
+        end = ends[0]
+        for block in found:
+            word = words[block.block_id]
+            if word & FRESH:
+                self.model.unobserved -= 1
+                word &= ~FRESH
+            if block.block_id in self.protected:
+                words[block.block_id] = self.intern(word | PROTECTED | WATCHED)
+                self.append(block, block, 1, PROTECTED)
+                continue
+            if block.block_hash is None:
+                word |= UNHASHED
+            words[block.block_id] = self.intern(word | SPENT)
+            self.counts[SPENT] += 1
+            if ends[SPENT] is end:  # spent was empty: these are all of it
+                self._set_end(SPENT, end, block)
+                end = block
+        return len(found), True
+
+    # -- surgery ----------------------------------------------------------------------
+
+    def take(self, runs: Sequence[Run], need: int) -> None:
+        """Everything is chosen: the spent blocks, then `runs`, are the front of the queue.
+
+        `need` more victims are blocks with a watcher, or were not sorted yet.
+        """
+        counts, ends = self.counts, self.ends
+        head = at = ends[0]
+        if counts[SPENT]:
+            at = ends[SPENT]
+            counts[SPENT] = 0
+            self._set_end(SPENT, at, head)
+        for first, last, length, place in runs:
+            counts[place] -= length
+            if last is None:
+                continue
+            if not counts[place]:
+                self._set_end(place, last, ends[place - 1])
+            if first.prev_free_block is not at:
+                self.moved = True
+                _splice(first, last, at)
+            at = last
+        protected = min(need, counts[PROTECTED])
+        if protected:
+            counts[PROTECTED] -= protected
+            if not counts[PROTECTED]:
+                self._set_end(PROTECTED, ends[PROTECTED], head)
+
+    def append(self, first: Block, last: Block, length: int, place: int) -> None:
+        """Put the run first..last, in no list so far, at the end of `place`."""
+        end = self.ends[place]
+        self.counts[place] += length
+        if first.prev_free_block is not end:
+            self.moved = True
+            _splice(first, last, end)
+        self._set_end(place, end, last)
+
+    def _set_end(self, place: int, old: Block, new: Block) -> None:
+        """The end of `place`, and of the empty places behind it, is `new` instead of `old`."""
+        ends = self.ends
+        for later in range(place, PLACES + 1):
+            if ends[later] is not old:
+                break
+            ends[later] = new
+
+    def check(self) -> None:
+        """Look at every block; AssertionError unless words, counts, ends and links agree."""
+        assert self.model.unobserved == sum(bool(word & FRESH) for word in self.words)
+        listed = sum(bool(word & PLACE_MASK) for word in self.words)
+        if self.queue is None:
+            assert not listed
+            return
+        free = self._linked()
+        places = [self.words[block.block_id] & PLACE_MASK for block in free]
+        # Blocks prepended since the last decision, the lists in their order, unsorted ones. No
+        # block in use is in a list: all words with a place are found here.
+        start = next((i for i, place in enumerate(places) if place), len(places))
+        assert places[start : start + listed] == sorted(filter(None, places))
+        assert len(places[start : start + listed]) == listed
+        assert self.ends[0] is self.queue.fake_free_list_head
+        at = start
+        for place in range(1, PLACES + 1):
+            assert places.count(place) == self.counts[place]
+            at += self.counts[place]
+            end = free[at - 1] if self.counts[place] else self.ends[place - 1]
+            assert self.ends[place] is end
+
+    def _linked(self) -> list[Block]:
+        """The free queue front to tail; AssertionError unless it is linked both ways."""
+        found, block = [], self.queue.fake_free_list_head
+        while block is not self.queue.fake_free_list_tail:
+            assert block.next_free_block.prev_free_block is block
+            block = block.next_free_block
+            found.append(block)
+        return found[:-1]
+
+
+def _next(block: Block) -> Block:
+    """The following block of the free queue; QueueError if that cannot be."""
+    following = block.next_free_block
+    if following is None or block.ref_cnt:
+        raise QueueError(f"block {block.block_id} is in use or not linked")
+    return following
+
+
+def _splice(first: Block, last: Block, after: Block) -> None:
+    """Move the neighbours first..last behind `after`, which is not one of them."""
+    before, behind = first.prev_free_block, last.next_free_block
+    before.next_free_block = behind
+    behind.prev_free_block = before
+    following = after.next_free_block
+    after.next_free_block = first
+    first.prev_free_block = after
+    last.next_free_block = following
+    following.prev_free_block = last
+
+
+# -- the order ---------------------------------------------------------------------------
+
+DEPTH_TOKENS = 32768  # tokens of a reused prefix for which depth_weight 1 doubles its worth
+
+
+def _is_copy(block_hash: bytes, block: Block) -> bool:
+    """Whether BlockPool would give a request another block for this hash than `block`."""
+    pool = getattr(block, "pool", None)
+    if pool is None:
+        return False
+    return pool.cached_block_hash_to_block.get_one_block(block_hash) is not block
+
+
+Starts = list[tuple[Block, int, int]]  # of a run: its first block, that one's number, and goal
+
+
+class Ordering:
+    """Which list a freed block joins, and which lists give the next victims.
+
+    Every block is looked at before anything in the queue moves: a failure leaves its order.
+    """
+
+    def __init__(
+        self, settings: Settings, lists: FreeLists, counters: Counters, hash_block_size: int
+    ) -> None:
+        self.settings = settings
+        self.model = lists.model
+        self.lists = lists
+        self.counters = counters
+        self.hash_block_size = hash_block_size
+
+    # -- freed blocks -----------------------------------------------------------------
+
+    def sort(self, budget: int) -> int:
+        """Sort up to `budget` freed blocks, oldest first, into the lists; how many were."""
+        lists, words, model = self.lists, self.lists.words, self.model
+        block, tail = lists.ends[PLACES].next_free_block, lists.queue.fake_free_list_tail
+        starts: Starts = []
+        sample: dict[bytes, Block] = {}  # blocks to follow by their hash, all with `word`
+        before, word, wanted, plain = lists.before, -1, b"", False  # -1: no block's word
+        since = new_word = looked = 0
+        try:
+            for looked in range(budget):
+                if block is tail:
+                    break
+                if block.ref_cnt:
+                    raise QueueError(f"block {block.block_id} is in use")
+                block_id = block.block_id
+                if words[block_id] is not word:  # what it means is worked out once for a run
+                    if sample:
+                        self._observe(sample, word)
+                        sample = {}
+                    model.unobserved -= bool(wanted) * (looked - since)
+                    word, since, plain = words[block_id], looked, False
+                    wanted = model.below if word & FRESH else b""
+                    new_word = self._sorted_word(word)
+                block_hash = block.block_hash
+                if block_hash is None:
+                    plain = self._sort_apart(block, before, new_word, looked, starts)
+                else:
+                    if plain:
+                        words[block_id] = new_word  # and to the same list as the one before it
+                    else:
+                        plain = self._sort_apart(block, before, new_word, looked, starts)
+                    before = block
+                    if block_hash < wanted:
+                        sample[block_hash] = block
+                block = block.next_free_block
+            else:
+                looked = budget
+        finally:  # their words say so already
+            model.unobserved -= bool(wanted) * (looked - since)
+        lists.before = before
+        starts.append((block, looked, 0))
+        self._move(starts)
+        if sample:
+            self._observe(sample, word)
+        return looked
+
+    def _sort_apart(
+        self,
+        block: Block,
+        before: Block,
+        new_word: int,
+        number: int,
+        starts: Starts,
+    ) -> bool:
+        """Sort one block by itself; whether a hashed block behind it only needs `new_word`.
+
+        `before` is the hashed block sorted before it; `number` counts the blocks of this sort.
+        """
+        lists = self.lists
+        place = goal = new_word & PLACE_MASK
+        if block.block_hash is None:
+            goal = SPENT | UNHASHED
+        else:
+            if place < lists.before_place and self._is_parent(block, before):
+                goal = lists.before_place
+            lists.before_place = goal
+        if place == SPENT:
+            self.model.guard.demoted = True
+        watched = bool(lists.protected)
+        if watched and block.block_id in lists.protected:
+            goal = PROTECTED | WATCHED
+        alike = goal == place
+        lists.words[block.block_id] = new_word if alike else lists.intern(new_word - place | goal)
+        if not starts or starts[-1][2] != goal:
+            starts.append((block, number, goal))
+        return alike and not watched
+
+    def _move(self, starts: Starts) -> None:
+        """Move the runs that begin at `starts` to their lists; the last start is their end."""
+        for (first, number, goal), (behind, end, _) in pairwise(starts):
+            if goal == SPENT:  # with a hash
+                self.counters.demoted_blocks += end - number
+            place = goal & PLACE_MASK
+            self.lists.append(first, behind.prev_free_block, end - number, place)
+
+    def _is_parent(self, block: Block, child: Block) -> bool:
+        """Whether `block`, freed right after `child`, covers one block less of its chain."""
+        tokens, more = block.block_hash_num_tokens, child.block_hash_num_tokens
+        return tokens is not None and more is not None and more - tokens == self.hash_block_size
+
+    def _observe(self, sample: Mapping[bytes, Block], word: int) -> None:
+        """Tell the model of sorted blocks, by their hash, that were computed with `word`."""
+        kind, stamp = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
+        self.model.observe_computed(sample, kind, stamp, lambda h: _is_copy(h, sample[h]))
+
+    # -- which list -------------------------------------------------------------------
+
+    def _sorted_word(self, word: int) -> int:
+        """What a hashed block with `word` has once it is sorted, if its child need not wait.
+
+        It is spent if keeping it is not worth the eviction of another.
+        """
+        kind, state = word >> KIND_SHIFT & KIND_MASK, self.model.guard.state
+        place = FIRST_LIST + kind
+        if state is LRU:
+            place = FIRST_LIST + REUSED  # the last list: nothing moves
+        elif kind == REUSED or state is not NORMAL or word & LET_THROUGH:
+            pass  # not to be demoted
+        elif self.model.index[kind][0] < self._eviction_cost():
+            place = SPENT
+        return self.lists.intern(self.model.now << STAMP_SHIFT | kind << KIND_SHIFT | place)
+
+    def _eviction_cost(self) -> float:
+        """Index of the block that the lists would give up next."""
+        model, words, counts, ends = (
+            self.model,
+            self.lists.words,
+            self.lists.counts,
+            self.lists.ends,
+        )
+        least, cost = None, 0.0
+        for kind in range(KINDS):
+            if counts[FIRST_LIST + kind]:
+                front = ends[FIRST_LIST + kind - 1].next_free_block
+                age = age_bin(model.now - (words[front.block_id] >> STAMP_SHIFT))
+                rank = model.keep[kind][age], -age
+                if least is None or rank < least:
+                    least, cost = rank, model.index[kind][age]
+        return cost
+
+    def _ranked(self, fronts: Mapping[int, Block]) -> list[tuple[float, int, int]]:
+        """The lists with their `fronts`, worst first: keep value, stamp, place.
+
+        Equal values go by age, so that no child is left behind.
+        """
+        model, words, now = self.model, self.lists.words, self.model.now
+        ranked = []
+        for place, front in fronts.items():
+            stamp = words[front.block_id] >> STAMP_SHIFT
+            keep = 0.0
+            if model.guard.state is not LRU:
+                keep = model.keep[place - FIRST_LIST][age_bin(now - stamp)]
+            if place == FIRST_LIST + REUSED:
+                tokens = front.block_hash_num_tokens or 0
+                keep *= 1 + self.settings.depth_weight * tokens / DEPTH_TOKENS
+            ranked.append((keep, stamp, place))
+        ranked.sort()
+        return ranked
+
+    # -- victims ----------------------------------------------------------------------
+
+    def choose(self, num_blocks: int, budget: int) -> int:
+        """Bring the victims to the front of the queue, walking at most `budget` blocks.
+
+        When the budget runs out, the remaining victims are taken in queue order: spent, then
+        cold blocks. Returns how many blocks were walked.
+        """
+        counts = self.lists.counts
+        if num_blocks < counts[SPENT]:
+            counts[SPENT] -= num_blocks
+            return 0
+        need = num_blocks - counts[SPENT]
+        if need < counts[FIRST_LIST] and not any(counts[FIRST_LIST + CONTINUING : PROTECTED]):
+            self.lists.take([(None, None, need, FIRST_LIST)], 0)  # the next in the queue as it is
+            return 0
+        runs, walked = self._choose_runs(need, budget)
+        self.lists.take(runs, need - sum(length for _, _, length, _ in runs))
+        return walked
+
+    def _choose_runs(self, need: int, budget: int) -> tuple[list[Run], int]:
+        """The runs that give `need` victims after the spent ones, and the blocks walked.
+
+        A run whose blocks stand next in the queue when it is their turn has no last block.
+        """
+        ends, left = self.lists.ends, list(self.lists.counts)
+        runs: list[Run] = []
+        walked = 0
+        places = range(FIRST_LIST, PROTECTED) if need else ()
+        fronts = {place: ends[place - 1].next_free_block for place in places if left[place]}
+        while need and fronts:
+            place, limit = self._lowest(fronts) if walked < budget else (min(fronts), None)
+            first, last = fronts[place], None
+            length = min(need, left[place])
+            if limit is None and length == left[place]:
+                last = ends[place]
+            elif limit is not None or place != min(fronts):
+                most = min(length, budget - walked)
+                last, fronts[place], length = self._walk(first, most, limit)
+                walked += length
+            runs.append((first, last, length, place))
+            need -= length
+            left[place] -= length
+            if not left[place]:
+                del fronts[place]
+        return runs, walked
+
+    def _walk(self, block: Block, most: int, limit: int | None) -> tuple[Block, Block, int]:
+        """From `block` on, at most `most` blocks with a stamp up to `limit` (None: any).
+
+        The first is taken whatever its stamp. Returns the last, the one behind it and how many.
+        """
+        last, length = block, 0
+        while length < most:
+            last, block = block, _next(block)
+            length += 1
+            if limit is not None and self.lists.words[block.block_id] >> STAMP_SHIFT > limit:
+                break
+        return last, block, length
+
+    def _lowest(self, fronts: Mapping[int, Block]) -> tuple[int, int | None]:
+        """The list to take from, and the stamp up to which its blocks go first; None: all do."""
+        if len(fronts) == 1:
+            return min(fronts), None
+        (keep, stamp, place), (next_keep, next_stamp, _) = self._ranked(fronts)[:2]
+        model = self.model
+        if model.guard.state is LRU:
+            return place, next_stamp - 1
+        if model.keep[place - FIRST_LIST][0] < next_keep:
+            return place, None  # even its youngest block would go before the others' oldest
+        limit = model.now - BIN_STARTS[age_bin(model.now - stamp)]
+        return place, min(limit, next_stamp - 1) if keep == next_keep else limit
+
+
+# -- the policy ------------------------------------------------------------------------
+
+LET_THROUGH_SHARE = 1 / 8  # of never reused allocations, drawn at random, that are not demoted
+SAVED_SCANS = 16  # scan limits' worth of saved sorting that one decision may spend, and ...
+SAVED_BLOCKS = 1024  # ... blocks: the most that a request waits for, whatever the scan limit
+MAX_FALLBACKS = 8  # failures, one decision after another, that switch the policy off
+SHARED_UNITS = 8  # clock units: a touch of a block in use is reuse if its last use is this old
+
+
+class Debt:
+    """Sorting that requests pay for, so that it keeps up with what they free.
+
+    For each block that a request takes, new or from the cache, one freed block may be sorted
+    after the pop. Credit that finds nothing to sort is saved, at most one pool's worth, since
+    those blocks are freed later. At most min(1,024, 16 * scan_limit) saved ones are spent in
+    one decision. At first every block of the pool is credit.
+    """
+
+    def __init__(self, num_blocks: int, scan_limit: int) -> None:
+        self.owed = 0  # blocks to sort when the decision's blocks are handed out
+        self.taken = 0  # blocks taken from the cache since the last decision
+        self._saved = self._most = num_blocks
+        self._late = min(SAVED_BLOCKS, SAVED_SCANS * scan_limit)
+
+    def bill(self, num_blocks: int) -> None:
+        """A decision was made for `num_blocks` blocks: they and `taken` are owed."""
+        self.owed = num_blocks + self.taken
+        self.taken = 0
+
+    def save(self, blocks: int) -> None:
+        """So many blocks were handed out, and nothing can be sorted for them now."""
+        self._saved = min(self._saved + blocks, self._most)
+
+    def due(self) -> int:
+        """Blocks to sort now."""
+        return self.owed + min(self._saved, self._late)
+
+    def repay(self, done: int) -> None:
+        """So many of those due were sorted; the rest is saved."""
+        self._saved = min(self._saved + self.owed - done, self._most)
+        self.owed = 0
 
 
 class ComputeCachePolicy:
@@ -457,13 +1111,12 @@ class ComputeCachePolicy:
     A never reused block is demoted when it is sorted, if keeping it promises less than
     the block that would be evicted instead; one allocation in eight is let through.
 
-    Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most. Besides,
-    each block that a request takes, new or from the cache, pays for sorting one freed
-    block when the blocks are handed out (`sorted_blocks`), so sorting keeps up; blocks
-    that have not paid yet do so later, at most 1,024 at a time. Moving a run of blocks is
-    one splice. Only reset, the first decision after it and a fallback are proportional to
-    the pool. Once per pool's worth of allocations the model is refitted, a fixed number
-    of operations. Memory: 8 bytes a block, 32 for each different word, and the model.
+    Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most. Besides, for
+    each block that a request takes, new or from the cache, one freed block may be sorted after
+    the pop (`sorted_blocks`, see `Debt`), so sorting keeps up. Moving a run of blocks is one
+    splice. Only reset, the first decision after it and a fallback are proportional to the
+    pool. Once per pool's worth of allocations the model is refitted, a fixed number of
+    operations. Memory: 8 bytes a block, 32 for each different word, and the model.
 
     Differs from LRU only in which list gives the victim. In guarded LRU order the oldest
     front goes first, to within one clock unit (1/256 of the pool). Not promised: to tell
@@ -484,9 +1137,8 @@ class ComputeCachePolicy:
         self.hash_block_size = hash_block_size
         self.enabled = settings.mode == "active" and enable_caching
         self.counters = Counters()
-        self.model = ReuseModel(settings, num_blocks if self.enabled else 1)
         self._warned = False
-        self.reset()
+        self._start()
 
     @classmethod
     def from_environ(
@@ -523,109 +1175,93 @@ class ComputeCachePolicy:
 
     def reset(self) -> None:
         """The prefix cache was emptied: every block is unsorted, nothing is remembered."""
-        self._words = [UNHASHED] * (self.num_blocks if self.enabled else 0)
-        self._queue = None
-        self._forget_lists()
-        self.model.reset()
+        if self.enabled:
+            self._start()
+
+    def _start(self) -> None:
+        blocks = self.num_blocks if self.enabled else 0
+        self.model = ReuseModel(self.settings, blocks)
+        self.lists = FreeLists(self.model, blocks)
+        self.order = Ordering(self.settings, self.lists, self.counters, self.hash_block_size)
+        self.debt = Debt(blocks, self.settings.scan_limit)
         self._failed = self._failed_at = 0  # failures in a row, decision of the last one
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
-        self._same: dict[int, int] = {}  # the words of this clock unit, each one object
         self._taken = REUSED << KIND_SHIFT  # the word of a block that is taken back
         self._fresh = FRESH  # the word of a block handed out by the current decision
         self._random = Random(0).random
         self._hit_since_decision = self._reuse_since_decision = False
 
-    def _forget_lists(self) -> None:
-        if self._queue is not None:
-            self._words = [self._one(word & ~PLACE_MASK) for word in self._words]
-        self._counts = [0] * (PLACES + 1)
-        self._ends: list[Any] = []  # last block up to the end of each place; [0] is the head
-        self._queue: Any = None  # the one that the lists are in
-        self._protected: Container[int] = ()
-        self._before: tuple[Any, int] = (None, 0)
-        self._owed = 0  # freed blocks to sort when the decision's blocks are handed out
-        self._saved = self.num_blocks  # blocks that have not paid yet: at first, every one
-        self._taken_back = 0  # blocks touched in the free queue since the last decision
-
     # -- what BlockPool tells ---------------------------------------------------------
 
-    def on_access(self, block: Any) -> None:
+    def on_access(self, block: Block) -> None:
         """`block` is about to be touched: before it leaves the free queue, if it is free.
 
-        A free block that is taken back counts as reuse. A block in use counts only if
-        its last use is at least 1/32 of a pool old, so that the samples of one request,
-        which arrive together, do not.
+        A free block that is taken back counts as reuse. A block in use counts only if its last
+        use is SHARED_UNITS clock units old, so that the samples of one request, which arrive
+        together, do not.
         """
         if not self.enabled or block.is_null:
             return
         try:
-            words, model = self._words, self.model
-            block_id = block.block_id
-            word = words[block_id]
+            lists, model = self.lists, self.model
+            word = lists.words[block.block_id]
             in_use = block.ref_cnt
             self._hit_since_decision = True
-            if in_use:
-                if model.now - (word >> STAMP_SHIFT) < SHARED_UNITS:
-                    if not word & KIND_MASK << KIND_SHIFT:
-                        words[block_id] = self._one(word | CONTINUING << KIND_SHIFT)
-                    return
-            else:
-                place = word & PLACE_MASK
-                if place:
-                    self._counts[place] -= 1
-                    if block is self._ends[place]:
-                        self._take_end(block, place)
+            idle = model.now - (word >> STAMP_SHIFT)
+            if in_use and idle < SHARED_UNITS:
+                if not word & KIND_MASK << KIND_SHIFT:
+                    lists.words[block.block_id] = lists.intern(word | CONTINUING << KIND_SHIFT)
+                return
+            if not in_use:
+                if word & PLACE_MASK:
+                    lists.take_out(block, word & PLACE_MASK)
                 self._clock += 1
-                self._taken_back += 1
-                if model.now - (word >> STAMP_SHIFT) > model.lru_horizon:
-                    self.counters.protected_hits += 1
+                self.debt.taken += 1
+                self.counters.protected_hits += idle > model.lru_horizon
             self._reuse_since_decision = True
-            if word & FRESH:
-                model.unobserved -= 1
-            words[block_id] = self._taken
-            block_hash = block.block_hash
-            if block_hash is not None and block_hash < model.below:
-                if word & FRESH:
-                    kind = word >> KIND_SHIFT & KIND_MASK
-                    model.observe((block_hash,), kind, word >> STAMP_SHIFT, False)
-                model.observe((block_hash,), REUSED, model.now, None if in_use else True)
+            lists.words[block.block_id] = self._taken
+            self._observe_reuse(block, word)
         except Exception:
             self._fall_back("on_access")
 
-    def _take_end(self, block: Any, place: int) -> None:
-        """The last block of `place` is about to be taken out of the queue."""
-        head, before = self._ends[0], block.prev_free_block
-        if before is not head and not self._words[before.block_id] & PLACE_MASK:
-            before = head  # only blocks prepended since the last decision
-        self._set_end(place, block, before)
+    def _observe_reuse(self, block: Block, word: int) -> None:
+        """A block that had this word is reused: news for the model, if it is in the sample."""
+        model, block_hash = self.model, block.block_hash
+        if word & FRESH:
+            model.unobserved -= 1
+        if block_hash is None or not block_hash < model.below:
+            return
+        if word & FRESH:
+            kind = word >> KIND_SHIFT & KIND_MASK
+            model.observe_computed((block_hash,), kind, word >> STAMP_SHIFT)
+        if block.ref_cnt:
+            model.observe((block_hash,), REUSED, model.now)
+        else:
+            model.observe_hits((block_hash,), REUSED, model.now)
 
-    def _one(self, word: int) -> int:
-        """The one object that stands for this word in this clock unit."""
-        return self._same.setdefault(word, word)
-
-    def on_evicted(self, block: Any) -> None:
+    def on_evicted(self, block: Block) -> None:
         """`block` loses its hash: handed out, or invalidated where it stands."""
-        words = self._words  # none in lru mode
+        words = self.lists.words  # none in lru mode
         if not words or block.ref_cnt:
             return
         block_id = block.block_id
         word = words[block_id]
         if block.next_free_block is not None:  # it keeps its place in the queue
-            words[block_id] = self._one(word | UNHASHED)
+            words[block_id] = self.lists.intern(word | UNHASHED)
             return
         words[block_id] = self._fresh
         if word & UNUSUAL:
             self._correct(word, block)
-        if self._owed:
+        if self.debt.owed:
             self._pay()
 
-    def _correct(self, word: int, block: Any) -> None:
+    def _correct(self, word: int, block: Block) -> None:
         """The decision counted its victims as never reused and observed: this one was not."""
         if block.is_null:  # never handed out
-            self._words[block.block_id] = word
+            self.lists.words[block.block_id] = word
             return
         counters = self.counters
-        unhashed = word & UNHASHED
+        unhashed = bool(word & UNHASHED)
         if word & FRESH:
             self.model.unobserved -= 1
         if not word & PLACE_MASK:  # taken before it was sorted
@@ -641,21 +1277,16 @@ class ComputeCachePolicy:
         counters.victims_never_reused -= 1
 
     def _pay(self) -> None:
-        """Sort a freed block for each one that the request took, new or from the cache.
-
-        What finds nothing to sort is saved: the blocks that it took are freed later.
-        """
-        owed, self._owed = self._owed, 0
+        """Sort a freed block for each one that the request took, new or from the cache."""
         try:
-            late = min(self._saved, SAVED_BLOCKS, SAVED_SCANS * self.settings.scan_limit)
-            done = self._sort(owed + late)
-            self._saved = min(self._saved + owed - done, self.num_blocks)
+            done = self.order.sort(self.debt.due())
+            self.debt.repay(done)
             self.counters.sorted_blocks += done
         except Exception:
             self._fall_back("sorting")
 
     def reorder_free_queue(
-        self, queue: Any, num_blocks: int, protected_block_ids: Container[int]
+        self, queue: Queue, num_blocks: int, protected_block_ids: Container[int]
     ) -> None:
         """Arrange `queue` so that its first `num_blocks` blocks are the victims.
 
@@ -670,17 +1301,20 @@ class ComputeCachePolicy:
         self.model.unobserved += num_blocks
         if self.settings.scan_limit > 1:
             try:
-                if self._queue is not queue:
+                if self.lists.queue is not queue:
                     self._forget_lists()
-                    self._queue = queue
-                    self._ends = [queue.fake_free_list_head] * (PLACES + 1)
-                self._protected = protected_block_ids
+                    self.lists.attach(queue)
+                self.lists.protected = protected_block_ids
                 self._decide(num_blocks)
             except Exception:
                 self._fall_back("a decision")
         log_every = self.settings.log_every
         if log_every and counters.decisions % log_every == 0:
-            logger.info("ComputeCache: %s, lru guard %s", counters, self.model.lru)
+            logger.info("ComputeCache: %s, guard: %s", counters, self.model.guard.state.value)
+
+    def _forget_lists(self) -> None:
+        self.lists.forget()
+        self.debt = Debt(self.num_blocks, self.settings.scan_limit)
 
     def _fall_back(self, where: str) -> None:
         self.counters.fallbacks += 1
@@ -702,15 +1336,37 @@ class ComputeCachePolicy:
     # -- a decision -------------------------------------------------------------------
 
     def _decide(self, num_blocks: int) -> None:
-        model, counters, queue = self.model, self.counters, self._queue
+        self._tick(num_blocks)
+        lists, counters = self.lists, self.counters
+        few = self.settings.scan_limit - 1
+        budget = num_blocks + few
+        absorbed, complete = lists.absorb(budget)
+        if not complete:  # more of them than the decision needs: it takes these
+            counters.inspected_blocks += absorbed
+            self.debt.save(num_blocks)
+            return
+        lists.moved = False
+        budget -= absorbed
+        # Only sort a few where there is no need to touch reused blocks.
+        newly_sorted = self.order.sort(few if few < budget and lists.spare(num_blocks) else budget)
+        walked = self.order.choose(num_blocks, budget - newly_sorted)
+        counters.inspected_blocks += absorbed + newly_sorted + walked
+        counters.reordered_decisions += lists.moved
+        self.debt.bill(num_blocks)
+        if lists.ends[PLACES].next_free_block is lists.queue.fake_free_list_tail:
+            self.debt.repay(0)  # nothing is left to sort
+
+    def _tick(self, num_blocks: int) -> None:
+        """The decision's clock unit, the guard's verdict, and the word of the blocks it gives."""
+        model, lists = self.model, self.lists
         self._clock += num_blocks
         now = self._clock // model.unit
         if now != model.now:
             model.advance(now)
-            self._same.clear()
-            self._taken = self._one(now << STAMP_SHIFT | REUSED << KIND_SHIFT)
-        if model.compared_now and model.settle():
-            counters.lru_guard_trips += 1
+            lists.begin_unit()
+            self._taken = lists.intern(now << STAMP_SHIFT | REUSED << KIND_SHIFT)
+        if model.guard.compared_now and model.guard.settle(now):
+            self.counters.lru_guard_trips += 1
         if self._reuse_since_decision:
             model.reuse_events += 1
         fresh = now << STAMP_SHIFT | FRESH
@@ -718,309 +1374,5 @@ class ComputeCachePolicy:
             fresh |= CONTINUING << KIND_SHIFT
         if self._random() < LET_THROUGH_SHARE:
             fresh |= LET_THROUGH
-        self._fresh = self._one(fresh)
+        self._fresh = lists.intern(fresh)
         self._hit_since_decision = self._reuse_since_decision = False
-
-        budget = num_blocks + self.settings.scan_limit - 1
-        counts, ends = self._counts, self._ends
-        absorbed = 0
-        listed = ends[PLACES] is not ends[0]
-        if listed and not self._words[ends[0].next_free_block.block_id] & PLACE_MASK:
-            absorbed, complete = self._absorb_front(budget)
-            if not complete:  # more of them than the decision needs: it takes these
-                counters.inspected_blocks += absorbed
-                self._saved = min(self._saved + num_blocks, self.num_blocks)
-                return
-        self._moved = False
-        budget -= absorbed
-        # Only sort a few where there is no need to touch reused blocks.
-        spare = counts[SPENT] + counts[FIRST_LIST] + counts[FIRST_LIST + CONTINUING] >= num_blocks
-        few = self.settings.scan_limit - 1
-        newly_sorted = self._sort(few if spare and few < budget else budget)
-        walked = self._choose(num_blocks, budget - newly_sorted)
-        counters.inspected_blocks += absorbed + newly_sorted + walked
-        counters.reordered_decisions += self._moved
-        owed, self._taken_back = num_blocks + self._taken_back, 0
-        if ends[PLACES].next_free_block is queue.fake_free_list_tail:
-            self._saved = min(self._saved + owed, self.num_blocks)
-        else:
-            self._owed = owed
-
-    def _absorb_front(self, budget: int) -> tuple[int, bool]:
-        """Add the blocks that BlockPool prepended since the last decision to spent.
-
-        Returns how many and whether that was all; if `budget` ends first, nothing changes.
-        """
-        words, ends, protected = self._words, self._ends, self._protected
-        found = []
-        block = ends[0].next_free_block
-        while not words[block.block_id] & PLACE_MASK:
-            if len(found) == budget:
-                return budget, False
-            found.append(block)
-            block = _next(block)
-        end = ends[0]
-        for block in found:
-            block_id = block.block_id
-            place = PROTECTED if block_id in protected else SPENT
-            word = words[block_id]
-            if word & FRESH:
-                self.model.unobserved -= 1
-            word = word & ~FRESH | place
-            if place == PROTECTED:
-                word |= WATCHED
-            elif block.block_hash is None:
-                word |= UNHASHED
-            words[block_id] = self._one(word)
-            if place == PROTECTED:
-                self._move(block, block, 1, place)
-                continue
-            self._counts[SPENT] += 1
-            if ends[SPENT] is end:  # spent was empty: these are all of it
-                self._set_end(SPENT, end, block)
-                end = block
-        return len(found), True
-
-    def _sort(self, budget: int) -> int:
-        """Sort up to `budget` freed blocks, oldest first, into the lists; how many were."""
-        block = self._ends[PLACES].next_free_block
-        tail = self._queue.fake_free_list_tail
-        if block is tail or not budget:
-            return 0
-        words, model, one = self._words, self.model, self._one
-        watched = self._protected or None
-        pool = getattr(block, "pool", None)
-        lookup = None if pool is None else pool.cached_block_hash_to_block.get_one_block
-        before, before_place = self._before  # the hashed block sorted before, and where to
-        sample: dict[bytes, Any] = {}  # blocks to follow by their hash, all with the same word
-        runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
-        first, start, run_place = block, 0, 0
-        kind = used = looked = fresh = fresh_from = unhashed = 0
-        plain = False
-        last_word = None
-        try:
-            for looked in range(budget):
-                if block is tail:
-                    break
-                if block.ref_cnt:
-                    raise QueueError(f"block {block.block_id} is in use")
-                block_id = block.block_id
-                word = words[block_id]
-                if word is not last_word:  # else the same as for the block before
-                    if sample:
-                        model.observe(sample, kind, used, False, lookup)
-                        sample = {}
-                    last_word = word
-                    if fresh:
-                        model.unobserved -= looked - fresh_from
-                    fresh, fresh_from = word & FRESH, looked
-                    wanted = model.below if fresh else b""
-                    kind, used = word >> KIND_SHIFT & KIND_MASK, word >> STAMP_SHIFT
-                    hashed_place = self._place(kind, word & LET_THROUGH)
-                    sorted_word = model.now << STAMP_SHIFT | kind << KIND_SHIFT
-                    hashed_word = one(sorted_word | hashed_place)
-                    plain = False  # a hashed block goes to hashed_place, as the one before it did
-                block_hash = block.block_hash
-                if plain and block_hash is not None:
-                    words[block_id] = hashed_word
-                    before = block
-                else:
-                    if block_hash is None:
-                        place, kept = SPENT, UNHASHED
-                    else:
-                        place, kept = hashed_place, 0
-                        if place < before_place and self._is_parent(block, before):
-                            place = before_place
-                        before, before_place = block, place
-                    if watched and block_id in watched:
-                        place, kept = PROTECTED, WATCHED
-                    unhashed += kept == UNHASHED
-                    words[block_id] = one(sorted_word | kept | place)
-                    if place != run_place:
-                        if run_place:
-                            runs.append((first, block.prev_free_block, looked - start, run_place))
-                            first, start = block, looked
-                        run_place = place
-                    plain = place == hashed_place >= before_place and not watched
-                if block_hash is not None and block_hash < wanted:
-                    sample[block_hash] = block
-                block = block.next_free_block
-            else:
-                looked = budget
-        finally:  # their words say so already
-            if fresh:
-                model.unobserved -= looked - fresh_from
-        runs.append((first, block.prev_free_block, looked - start, run_place))
-        demoted = -unhashed
-        for first, last, length, place in runs:
-            self._move(first, last, length, place)
-            if place == SPENT:
-                demoted += length
-        self.counters.demoted_blocks += demoted
-        self._before = before, before_place
-        if sample:
-            model.observe(sample, kind, used, False, lookup)
-        return looked
-
-    def _is_parent(self, block: Any, child: Any) -> bool:
-        """Whether `block`, freed right after `child`, covers one block less of its chain."""
-        tokens, more = block.block_hash_num_tokens, child.block_hash_num_tokens
-        return tokens is not None and more is not None and more - tokens == self.hash_block_size
-
-    def _place(self, kind: int, let_through: int) -> int:
-        """The list of a hashed block; spent if keeping it is not worth an eviction."""
-        model = self.model
-        if model.lru:
-            return FIRST_LIST + REUSED  # the last list: nothing moves
-        if kind != REUSED and not let_through and model.demotes:
-            worth = model.index[kind][0]
-            if worth < self._eviction_cost():
-                model.demoted = True
-                return SPENT
-        return FIRST_LIST + kind
-
-    def _eviction_cost(self) -> float:
-        """Index of the block that the lists would give up next."""
-        model, words, counts, ends = self.model, self._words, self._counts, self._ends
-        least, cost = None, 0.0
-        for kind in range(KINDS):
-            if counts[FIRST_LIST + kind]:
-                front = ends[FIRST_LIST + kind - 1].next_free_block
-                age = age_bin(model.now - (words[front.block_id] >> STAMP_SHIFT))
-                rank = model.keep[kind][age], -age
-                if least is None or rank < least:
-                    least, cost = rank, model.index[kind][age]
-        return cost
-
-    def _choose(self, num_blocks: int, budget: int) -> int:
-        """Bring the victims to the front of the queue, walking at most `budget` blocks.
-
-        Victims for which the budget does not last are the first in the queue as it is:
-        spent, then cold blocks. Returns how many blocks were walked.
-        """
-        words, counts, ends = self._words, self._counts, self._ends
-        head = ends[0]
-        if num_blocks < counts[SPENT]:
-            counts[SPENT] -= num_blocks
-            return 0
-        spent = counts[SPENT]
-        need = num_blocks - spent
-        if need < counts[FIRST_LIST] and not any(counts[FIRST_LIST + CONTINUING : PROTECTED]):
-            counts[FIRST_LIST] -= need  # the next in the queue as it is
-            need = 0
-        runs: list[tuple[Any, Any, int, int]] = []  # first, last, blocks, place
-        walked = 0
-        left = list(counts)
-        places = range(FIRST_LIST, PROTECTED) if need else ()
-        fronts = {place: ends[place - 1].next_free_block for place in places if counts[place]}
-        while need and fronts:
-            place, limit = self._lowest(fronts) if walked < budget else (min(fronts), None)
-            first = block = fronts[place]
-            length = most = min(need, left[place])
-            if limit is None and most == left[place]:
-                last = ends[place]
-            elif limit is None and place == min(fronts):
-                last = None  # what is left to choose is next in the queue as it is
-            else:
-                length = 0
-                most = min(most, budget - walked)
-                while length < most:
-                    last, block = block, _next(block)
-                    length += 1
-                    if limit is not None and words[block.block_id] >> STAMP_SHIFT > limit:
-                        break
-                walked += length
-            runs.append((first, last, length, place))
-            need -= length
-            left[place] -= length
-            if left[place]:
-                fronts[place] = block
-            else:
-                del fronts[place]
-
-        # Everything is chosen; from here on the queue changes.
-        at = ends[SPENT] if spent else head
-        counts[SPENT] = 0
-        if spent:
-            self._set_end(SPENT, at, head)
-        for first, last, length, place in runs:
-            counts[place] -= length
-            if last is None:
-                continue
-            if not counts[place]:
-                self._set_end(place, last, ends[place - 1])
-            if first.prev_free_block is not at:
-                self._moved = True
-                _splice(first, last, at)
-            at = last
-        if need:  # only blocks with a watcher are left in view
-            protected = min(need, counts[PROTECTED])
-            counts[PROTECTED] -= protected
-            if protected and not counts[PROTECTED]:
-                self._set_end(PROTECTED, ends[PROTECTED], head)
-        return walked
-
-    def _lowest(self, fronts: dict[int, Any]) -> tuple[int, int | None]:
-        """The list to take from, and the stamp up to which its blocks go first.
-
-        None: all of them do. Equal values go by age, so that no child is left behind.
-        """
-        if len(fronts) == 1:
-            return min(fronts), None
-        model, words, now = self.model, self._words, self.model.now
-        ranked = []
-        for place, front in fronts.items():
-            stamp = words[front.block_id] >> STAMP_SHIFT
-            keep = 0.0 if model.lru else model.keep[place - FIRST_LIST][age_bin(now - stamp)]
-            if place == FIRST_LIST + REUSED:
-                tokens = front.block_hash_num_tokens or 0
-                keep *= 1 + self.settings.depth_weight * tokens / DEPTH_TOKENS
-            ranked.append((keep, stamp, place))
-        ranked.sort()
-        (keep, stamp, place), (next_keep, next_stamp, _) = ranked[:2]
-        if model.lru:
-            return place, next_stamp - 1
-        if model.keep[place - FIRST_LIST][0] < next_keep:
-            return place, None  # even its youngest block would go before the others' oldest
-        limit = now - BIN_STARTS[age_bin(now - stamp)]
-        return place, min(limit, next_stamp - 1) if keep == next_keep else limit
-
-    # -- the lists in the queue -------------------------------------------------------
-
-    def _move(self, first: Any, last: Any, length: int, place: int) -> None:
-        """Put the run first..last, in no list so far, at the end of `place`."""
-        ends = self._ends
-        end = ends[place]
-        self._counts[place] += length
-        if first.prev_free_block is not end:
-            self._moved = True
-            _splice(first, last, end)
-        self._set_end(place, end, last)
-
-    def _set_end(self, place: int, old: Any, new: Any) -> None:
-        """The end of `place`, and of the empty places behind it, is `new` instead of `old`."""
-        ends = self._ends
-        for later in range(place, PLACES + 1):
-            if ends[later] is not old:
-                break
-            ends[later] = new
-
-
-def _next(block: Any) -> Any:
-    """The following block of the free queue; QueueError if that cannot be."""
-    following = block.next_free_block
-    if following is None or block.ref_cnt:
-        raise QueueError(f"block {block.block_id} is in use or not linked")
-    return following
-
-
-def _splice(first: Any, last: Any, after: Any) -> None:
-    """Move the neighbours first..last behind `after`, which is not one of them."""
-    before, behind = first.prev_free_block, last.next_free_block
-    before.next_free_block = behind
-    behind.prev_free_block = before
-    following = after.next_free_block
-    after.next_free_block = first
-    first.prev_free_block = after
-    last.next_free_block = following
-    following.prev_free_block = last
