@@ -3,11 +3,11 @@
 
 import contextlib
 import importlib.util
-import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +26,9 @@ def load_module(path: Path):
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+policy_module = load_module(CORE / "computecache_policy.py")
 
 
 @pytest.fixture
@@ -49,22 +52,9 @@ def endpoint(metrics):
 
 
 def make_policy(mode="active", **counts):
-    names = [
-        *("decisions", "reordered_decisions", "inspected_blocks", "sorted_blocks"),
-        *("demoted_blocks", "fallbacks", "protected_hits", "lru_guard_trips"),
-    ]
-    names += [f"victims_{c}" for c in ("unhashed", "never_reused", "reused", "protected")]
     return SimpleNamespace(
-        settings=SimpleNamespace(
-            mode=mode,
-            scan_limit=64,
-            reuse_weight=64,
-            depth_weight=1,
-            age_weight=1,
-            quick_demote_penalty=4096,
-            log_every=256,
-        ),
-        counters=SimpleNamespace(**dict.fromkeys(names, 0) | counts),
+        settings=policy_module.Settings(mode=mode),
+        counters=policy_module.Counters(**counts),
         enabled=mode == "active",
     )
 
@@ -193,7 +183,6 @@ def test_names_keep_their_colon_whatever_the_client_prefers(metrics, endpoint, a
 
 
 def test_the_real_policy_has_every_setting_and_counter(metrics, endpoint):
-    policy_module = load_module(CORE / "computecache_policy.py")
     settings = policy_module.Settings(mode="active", scan_limit=16)
     policy = policy_module.ComputeCachePolicy(settings, num_blocks=8, hash_block_size=16)
     policy.counters.decisions = 3
@@ -204,6 +193,16 @@ def test_the_real_policy_has_every_setting_and_counter(metrics, endpoint):
     assert value(port, "mode_in_force", deployed="active") == 1
     assert 'mode="active"' in scrape(port).text
     assert 'scan_limit="16"' in scrape(port).text
+    families = {f.name: f for f in text_string_to_metric_families(scrape(port).text)}
+    labels = families["vllm:computecache_info"].samples[0].labels
+    assert set(labels) == {"engine", "pool", *(s.name for s in fields(policy_module.Settings))}
+    for counter in fields(policy_module.Counters):
+        if counter.name.startswith("victims_"):
+            classes = {s.labels["class"] for s in families["vllm:computecache_victims"].samples}
+            assert counter.name.removeprefix("victims_") in classes
+        else:
+            text = families[f"vllm:computecache_{counter.name}"].documentation
+            assert text == counter.metadata["help"]
 
 
 def test_taken_port_moves_on_and_says_so(metrics, endpoint, caplog):
@@ -258,16 +257,17 @@ def test_engine_rank_from_the_process_name(metrics, name, rank):
 
 
 SEVERAL_POLICIES = """
-import importlib.util, json, multiprocessing, os, sys, urllib.request
-from types import SimpleNamespace
-spec = importlib.util.spec_from_file_location("computecache_metrics", sys.argv[1])
-metrics = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(metrics)
+import importlib.util, multiprocessing, os, sys, urllib.request
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, f"{sys.argv[1]}/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+metrics, policy = load("computecache_metrics"), load("computecache_policy")
 multiprocessing.current_process().name = "EngineCore_DP1"
 for mode in ("active", "lru"):
-    policy = json.loads(sys.argv[2], object_hook=lambda d: SimpleNamespace(**d))
-    policy.settings.mode = mode
-    metrics.serve_policy(policy)
+    settings = policy.Settings(mode=mode)
+    metrics.serve_policy(policy.ComputeCachePolicy(settings, num_blocks=8, hash_block_size=16))
 port = int(os.environ["COMPUTECACHE_METRICS_PORT"]) + 1
 print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
 """
@@ -278,9 +278,8 @@ def test_one_endpoint_for_all_policies_of_an_engine_in_multiprocess_mode(tmp_pat
 
     The process must also end by itself: the endpoint's thread is a daemon.
     """
-    policy = json.dumps(make_policy(), default=vars)
     result = subprocess.run(
-        [sys.executable, "-c", SEVERAL_POLICIES, str(MODULE), policy],
+        [sys.executable, "-c", SEVERAL_POLICIES, str(CORE)],
         env=os.environ
         | {
             "COMPUTECACHE_METRICS_PORT": str(free_port_range()),

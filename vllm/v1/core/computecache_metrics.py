@@ -14,7 +14,8 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from socket import AF_INET6
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -28,30 +29,14 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "vllm:computecache"
 PORTS_TRIED = 16
-SETTINGS = (
-    "mode",
-    "scan_limit",
-    "reuse_weight",
-    "depth_weight",
-    "age_weight",
-    "quick_demote_penalty",
-    "log_every",
-)
-COUNTERS = {
-    "decisions": "Allocations for which the policy was asked to choose victims.",
-    "reordered_decisions": "Decisions that moved a victim to the front of the queue.",
-    "inspected_blocks": "Free-queue blocks looked at while choosing.",
-    "fallbacks": "Decisions left to LRU because of an unexpected state or an error.",
-    "protected_hits": "Prefix hits on blocks older than the age at which LRU evicts.",
-    "sorted_blocks": "Freed blocks sorted into a list beside the decisions, one for each eviction.",
-    "demoted_blocks": "Never reused blocks put first in line when they were sorted.",
-    "lru_guard_trips": "Times LRU measured better: the first ends demotion, the next the policy.",
-}
-VICTIM_CLASSES = ("unhashed", "never_reused", "reused", "protected")
+VICTIMS = "victims_"  # counters of this name are one family, by class
 
 
 class PolicyCollector(Collector):
     """Turns the counters of several policies into metric families, when scraped.
+
+    What there is to serve is what the policy's Settings and Counters have; the HELP texts are
+    those of Counters.
 
     `pool` numbers the policies in the order in which they were added: the
     scheduler's own block pool is "0", an offload connector's pool comes later.
@@ -65,14 +50,16 @@ class PolicyCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         pools = [([self.engine, str(i)], policy) for i, policy in enumerate(self.policies)]
         labels = ("engine", "pool")
+        if not pools:
+            return
+        any_policy = self.policies[0]
 
+        settings = [setting.name for setting in fields(any_policy.settings)]
         info = GaugeMetricFamily(
-            f"{PREFIX}_info",
-            "Settings in force (always 1).",
-            labels=(*labels, *SETTINGS),
+            f"{PREFIX}_info", "Settings in force (always 1).", labels=(*labels, *settings)
         )
         for pool, policy in pools:
-            info.add_metric([*pool, *(str(getattr(policy.settings, s)) for s in SETTINGS)], 1)
+            info.add_metric([*pool, *(str(getattr(policy.settings, s)) for s in settings)], 1)
         yield info
 
         in_force = GaugeMetricFamily(
@@ -89,20 +76,22 @@ class PolicyCollector(Collector):
             )
         yield in_force
 
-        for name, documentation in COUNTERS.items():
-            counter = CounterMetricFamily(f"{PREFIX}_{name}", documentation, labels=labels)
-            for pool, policy in pools:
-                counter.add_metric(pool, getattr(policy.counters, name))
-            yield counter
-
         victims = CounterMetricFamily(
             f"{PREFIX}_victims",
             "Blocks handed out by the policy's decisions, by class.",
             labels=(*labels, "class"),
         )
-        for pool, policy in pools:
-            for name in VICTIM_CLASSES:
-                victims.add_metric([*pool, name], getattr(policy.counters, f"victims_{name}"))
+        for field in fields(any_policy.counters):
+            name, is_class = field.name.removeprefix(VICTIMS), field.name.startswith(VICTIMS)
+            counter = CounterMetricFamily(f"{PREFIX}_{name}", field.metadata["help"], labels=labels)
+            for pool, policy in pools:
+                count = getattr(policy.counters, field.name)
+                if is_class:
+                    victims.add_metric([*pool, name], count)
+                else:
+                    counter.add_metric(pool, count)
+            if not is_class:
+                yield counter
         yield victims
 
 
@@ -141,14 +130,17 @@ def start_endpoint(collector: PolicyCollector, host: str, port: int, rank: int =
     return server
 
 
-def _plain_text(app: Callable) -> Callable:
+WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+def _plain_text(app: WSGIApp) -> WSGIApp:
     """Leave the format to the server: plain text, whatever the client prefers.
 
     In an OpenMetrics answer prometheus_client may write `vllm_` for `vllm:`,
     which depends on its version and on Prometheus's, and no query would match.
     """
 
-    def answer(environ, start_response):
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         environ.pop("HTTP_ACCEPT", None)
         return app(environ, start_response)
 
@@ -199,8 +191,8 @@ _collector: PolicyCollector | None = None
 def serve_policy(policy: Any, environ: Mapping[str, str] = os.environ) -> None:
     """Add `policy` to this process's endpoint; the first call starts the endpoint.
 
-    `policy` needs the attributes `settings`, `counters` and `enabled`. It stays listed for
-    the life of the process. Nothing is bound unless COMPUTECACHE_METRICS_PORT is
+    `policy` needs the attributes `settings` and `counters`, dataclasses, and `enabled`. It stays
+    listed for the life of the process. Nothing is bound unless COMPUTECACHE_METRICS_PORT is
     set; COMPUTECACHE_METRICS_HOST (default 127.0.0.1) is the address.
 
     Raises:
