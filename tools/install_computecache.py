@@ -34,6 +34,7 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,7 +231,7 @@ def plan_install(root: Path, data: bytes) -> list[Change]:
     if inspect(data)[0] == "PRISTINE":
         changes.append(Change(root / TARGET, data, apply(data)))
     for change in changes:
-        compile(change.after, str(change.path), "exec", dont_inherit=True)
+        compile(change.after or b"", str(change.path), "exec", dont_inherit=True)
     return changes
 
 
@@ -300,7 +301,7 @@ def put(path: Path, data: bytes | None, like: os.stat_result) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path):
+def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, so that two runs of this tool take turns; it makes no file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -333,44 +334,55 @@ def default_root() -> Path:
     return Path(spec.origin).parent.parent
 
 
+def examined(root: Path, action: str) -> tuple[bytes, str]:
+    """Return block_pool.py's bytes and their state, PRISTINE or INSTALLED; else raise Refused."""
+    target = root / TARGET
+    data = target.read_bytes()
+    if b"\r" in data:
+        raise Refused(
+            f"FOREIGN: {target} has CRLF line endings, vLLM has LF. Convert it (dos2unix, or "
+            "git config core.autocrlf input and check it out again) and run this again"
+        )
+    state, reason = inspect(data)
+    if state != "MIXED" and action != "revert":
+        require_version(root, undo(data))
+    if reason:
+        raise Refused(
+            f"{state}: {target}: {reason}. Restore the released file (git checkout v{VERSION} "
+            f"-- {TARGET}, or pip install --force-reinstall --no-deps of the same package) and "
+            "run this again"
+        )
+    return data, state
+
+
+def outcome(action: str, state: str, modules: str, changed: bool) -> str:
+    """Return what an action says about block_pool.py, which was in ``state`` before."""
+    if action == "check":
+        stale = state == "INSTALLED" and modules
+        return f"{state}{f', module outdated or missing: {modules}' if stale else ''}:"
+    if action == "revert":
+        return "Reverted" if changed else "Nothing to revert in"
+    if state == "PRISTINE":
+        return "Applied six guarded ComputeCache edits to"
+    return f"Already installed{f', refreshed {modules}' if modules else ''}:"
+
+
 def run(root: Path, action: str) -> int:
     """Do the action on the tree at ``root`` and return the exit status; may raise Refused."""
     target = root / TARGET
     if not target.is_file():
         raise Refused(f"--root {root} has no {TARGET}: name the folder that holds vllm/")
     with locked(target.parent):
-        data = target.read_bytes()
-        if b"\r" in data:
-            raise Refused(
-                f"FOREIGN: {target} has CRLF line endings, vLLM has LF. Convert it (dos2unix, or "
-                "git config core.autocrlf input and check it out again) and run this again"
-            )
-        state, reason = inspect(data)
-        if state != "MIXED" and action != "revert":
-            require_version(root, undo(data))
-        if reason:
-            raise Refused(
-                f"{state}: {target}: {reason}. Restore the released file (git checkout v{VERSION} "
-                f"-- {TARGET}, or pip install --force-reinstall --no-deps of the same package) and "
-                "run this again"
-            )
+        data, state = examined(root, action)
         changes = (plan_revert if action == "revert" else plan_install)(root, data)
-        names = ", ".join(change.path.name for change in changes if change.path != target)
-        if action == "check":
-            stale = state == "INSTALLED" and names
-            print(f"{state}{f', module outdated or missing: {names}' if stale else ''}: {target}")
-            return 1 if changes else 0
         if action == "diff":
             print("".join(diff(root, change) for change in changes), end="")
             return 0
-        commit(root, changes)
-    if action == "revert":
-        print(f"{'Reverted' if changes else 'Nothing to revert in'} {target}")
-    elif state == "PRISTINE":
-        print(f"Applied six guarded ComputeCache edits to {target}")
-    else:
-        print(f"Already installed{f', refreshed {names}' if names else ''}: {target}")
-    return 0
+        if action != "check":
+            commit(root, changes)
+    modules = ", ".join(change.path.name for change in changes if change.path != target)
+    print(f"{outcome(action, state, modules, bool(changes))} {target}")
+    return 1 if action == "check" and changes else 0
 
 
 def main(argv: list[str] | None = None) -> int:
