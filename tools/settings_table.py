@@ -14,9 +14,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from lab.modules import load_module
-
 from lab.files import replace_file, replace_section
+from lab.modules import load_module
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "vllm/v1/core/computecache_policy.py"

@@ -19,12 +19,16 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def replace_section(document: str, body: str, name: str = "policy") -> str:
+def replace_section(
+    document: str, body: str, name: str = "policy", comment: tuple[str, str] = ("<!-- ", " -->")
+) -> str:
     """``document`` with ``body`` between the markers of the generated section ``name``.
 
+    ``comment`` is how the document's language begins and ends one.
     Raises ValueError unless both markers are there once, in order.
     """
-    begin, end = (f"<!-- {side} generated: {name} -->" for side in ("begin", "end"))
+    opening, closing = comment
+    begin, end = (f"{opening}{side} generated: {name}{closing}" for side in ("begin", "end"))
     if document.count(begin) != 1 or document.count(end) != 1:
         raise ValueError(f"the document needs one line {begin!r} and one line {end!r}")
     head, rest = document.split(begin)
