@@ -24,7 +24,7 @@ from pathlib import Path
 
 from evidence import plan
 from evidence.bench import Bench, Full
-from evidence.machine import REPO, machine, policy_sha256, prepare
+from evidence.machine import machine, policy_sha256, prepare
 from evidence.parts.controls import controls
 from evidence.parts.cost import cost
 from evidence.parts.engines import dp2, dp2gpu
@@ -36,6 +36,7 @@ from evidence.store import Store
 from servers.fleet import Fleet
 from servers.tiny_model import make_model
 from serving.console import now, progress
+from serving.files import REPO
 from serving.traces import trace_file
 
 PARTS = {

@@ -51,7 +51,7 @@ def env_lines() -> str:
     """.env.example's lines: each setting at its default, its meaning as a comment above it."""
     lines = []
     for setting in settings():
-        meaning = f"{setting.metadata['help'].replace('`', '')} May be {bounds(setting)}."
+        meaning = f"{bounds(setting)}. {setting.metadata['help'].replace('`', '')}"
         lines += textwrap.wrap(meaning, 98, initial_indent="# ", subsequent_indent="# ")
         lines.append(f"{variable(setting)}={setting.default}")
     return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ from serving.options import add_workload_options
 from serving.plan import run_plan
 from serving.press import read_policy
 from serving.requests import Prompts, Request, Result, WorkloadError
+from serving.summary import Report
 from serving.traces import TraceRow
 
 KEPT_KEYS = (
@@ -148,6 +149,11 @@ async def connected(servers: Iterable[Running]) -> AsyncIterator[list[Live]]:
             except WorkloadError as error:
                 progress(f"{server.key}: {error}")
         yield lives
+
+
+def kept(report: Report) -> dict:
+    """What a cell keeps of what `press` returned."""
+    return {name: value for name, value in report.items() if name in KEPT_KEYS}
 
 
 def options(**settings: object) -> argparse.Namespace:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from serving.console import progress
+from serving.files import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 PATCH = (
     "tools/install_computecache.py",
     "vllm/v1/core/computecache_policy.py",

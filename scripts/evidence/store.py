@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from serving.console import now
+from serving.files import replace_file
 
 
 class Store:
@@ -66,10 +67,7 @@ class Store:
     def write(self, part: str) -> None:
         text = json.dumps(self.part(part), separators=(",", ":"))
         for folder in self.folders:
-            whole = folder / f"{part}.json"
-            partial = whole.with_suffix(".partial")
-            partial.write_text(text)
-            partial.rename(whole)
+            replace_file(folder / f"{part}.json", text)
 
     def _call(self, part: str) -> int:
         calls = self.part(part)["calls"]

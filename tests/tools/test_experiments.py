@@ -2,9 +2,10 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 import experiments
 import make_trace
-import pytest
 
 
 def test_every_experiment_fits_the_policy_and_all_names_differ():

@@ -15,9 +15,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from evidence.bench import Bench, Full, Live, connected, fill, order_of_round
-from evidence.machine import REPO
 from evidence.plan import Sizes
 from serving.console import progress
+from serving.files import REPO
 from serving.metrics import MetricsError, fetch
 from serving.requests import Prompts
 

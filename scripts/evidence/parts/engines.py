@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from evidence.bench import KEPT_KEYS, Bench, options
+from evidence.bench import Bench, kept, options
 from servers.embedded import EmbeddedServer
 from servers.tiny_model import make_model
 from serving.client import Client
@@ -113,5 +113,5 @@ async def _press_rank(base_url: str, urls: dict[str, str], rank: int, tokens: in
     after = decisions()
     return {
         "decisions": {engine: after[engine] - before[engine] for engine in after},
-        **{name: report[name] for name in KEPT_KEYS if name in report},
+        **kept(report),
     }

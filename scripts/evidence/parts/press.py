@@ -7,7 +7,7 @@ import argparse
 import asyncio
 from collections.abc import Iterator
 
-from evidence.bench import KEPT_KEYS, Bench, Live, connected, options
+from evidence.bench import Bench, Live, connected, kept, options
 from servers.fleet import Running
 from serving.console import progress
 from serving.press import press
@@ -67,11 +67,8 @@ async def _press_side_by_side(
             async def measure(asked: argparse.Namespace = asked) -> dict:
                 await live.reset()
                 report = await press(live.client, asked, live.policy)
-                kept = {name: report[name] for name in KEPT_KEYS if name in report}
-                return {
-                    **{n: getattr(asked, n) for n in ("hot_tokens", "flood_tokens", "seed")},
-                    **kept,
-                }
+                asked_for = {n: getattr(asked, n) for n in ("hot_tokens", "flood_tokens", "seed")}
+                return {**asked_for, **kept(report)}
 
             data = await bench.cell(f"{live.name} {key}", need_s, measure, live.server)
             if data:
