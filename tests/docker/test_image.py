@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,17 @@ import install_computecache as installer
 
 REPO = Path(__file__).parents[2]
 DOCKERFILE = REPO / "docker/Dockerfile"
+DOCKERFILE_CPU = REPO / "docker/Dockerfile.cpu"
 
 
-def instructions() -> list[tuple[str, str]]:
-    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE.read_text()).replace("\\\n", "")
+def instructions(dockerfile: Path = DOCKERFILE) -> list[tuple[str, str]]:
+    text = re.sub(r"(?m)^#.*\n", "", dockerfile.read_text()).replace("\\\n", "")
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
 
 
-def copies() -> list[tuple[str, str]]:
+def copies(dockerfile: Path = DOCKERFILE) -> list[tuple[str, str]]:
     pairs = []
-    for name, rest in instructions():
+    for name, rest in instructions(dockerfile):
         if name == "COPY":
             *sources, target = rest.split()
             pairs += [(source, target) for source in sources]
@@ -49,9 +51,19 @@ def test_base_image_is_the_release_the_installer_accepts():
     assert labels["org.opencontainers.image.revision"] == "${SOURCE_REVISION}"
 
 
+def test_the_image_for_cpus_has_the_pins_of_pyproject_and_the_same_installation():
+    groups = tomllib.loads((REPO / "pyproject.toml").read_text())["dependency-groups"]
+    mine = instructions(DOCKERFILE_CPU)
+    pins = [re.match(r"python3 -m pip install (.*?) +&&", rest) for _, rest in mine]
+    assert [pin[1].split() for pin in pins if pin] == [groups["serve"]]
+    assert [
+        step for step in instructions() if step[0] in {"COPY", "RUN"} and step not in mine
+    ] == []
+
+
 def test_context_holds_what_is_copied_and_nothing_else(tmp_path):
     wanted = set()
-    for source, _ in copies():
+    for source, _ in copies() + copies(DOCKERFILE_CPU):
         path = REPO / source
         files = sorted(path.glob("*.py")) if path.is_dir() else [path]
         assert files, source
