@@ -2,13 +2,15 @@
 """Check `.env` before `docker compose up`.
 
     python3 scripts/check_env.py [--env-file .env]
-    python3 scripts/check_env.py --environ      # the values Compose handed to a container
+    python3 scripts/check_env.py --environ [--env-file /.env]    # in a container: what Compose
+                                                                 # handed over, and the file
 
 Compose, a shell and python-dotenv read the same `.env` differently once it holds
 escapes, `$`, unbalanced quotes, trailing comments or CRLF. Rather than imitate
 one of them, this accepts only lines that all of them read alike, and says how to
-rewrite the others. Needs the standard library only. Values of secrets are never
-printed.
+rewrite the others. Outside a container it also refuses what Compose takes from
+the shell instead of the file, and files that the containers could not read.
+Needs the standard library only. Values of secrets are never printed.
 
 One JSON object on stdout; exit 0 accepted (warnings allowed), 1 refused, 2 the
 file could not be read.
@@ -41,6 +43,28 @@ WHOLE_NUMBERS = {  # lowest, highest
 FRACTIONS = {"GPU_MEMORY_UTILIZATION", "KV_CACHE_METRICS_SAMPLE"}  # above 0, at most 1
 TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION"}
 BLANK_MEANS_SOMETHING = {"NUM_GPU_BLOCKS"}
+PORTS = {"API_PORT": "8000", "PROMETHEUS_PORT": "9090", "GRAFANA_PORT": "3000"}  # defaults
+POOL = {"MAX_MODEL_LEN": "1024", "NUM_GPU_BLOCKS": "128", "BLOCK_SIZE": "16"}
+RETENTION = re.compile(
+    r"(?=\d)(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?"
+)
+RETENTION_UNITS_S = (365 * 86400, 7 * 86400, 86400, 3600, 60, 1, 0.001)
+# What Compose itself reads, from the shell or from .env; COMPOSE_ENV_FILES from the shell only.
+COMPOSE = {
+    "COMPOSE_FILE": "starts other files than compose.yaml",
+    "COMPOSE_PROJECT_NAME": "works on another stack, with other containers and volumes",
+    "COMPOSE_ENV_FILES": "reads other settings than those of .env",
+    "COMPOSE_DISABLE_ENV_FILE": "does not read .env",
+    "COMPOSE_PATH_SEPARATOR": "reads COMPOSE_FILE differently",
+}
+# Mounted from the checkout and read by other users than its owner.
+MOUNTED = (
+    "scripts/check_env.py",
+    "monitoring/prometheus.yml",
+    "monitoring/recording_rules.yml",
+    "monitoring/alerts.yml",
+    "monitoring/grafana/provisioning",
+)
 MODES = ("lru", "active")
 KNOWN = ({"COMPUTECACHE_MODE"} | SECRETS.keys() | OPTIONAL_SECRETS | WHOLE_NUMBERS.keys()) | (
     FRACTIONS | TEXTS
@@ -132,7 +156,32 @@ def check_values(values: Mapping[str, str | None]) -> list[str]:
             continue
         if fault := check_setting(name, value):
             faults.append(f"{name}={value!r} {fault}")
+    return faults + check_ports(values) + check_pool(values)
+
+
+def check_ports(values: Mapping[str, str | None]) -> list[str]:
+    """Faults of ports that two services would publish."""
+    owners: dict[str, str] = {}
+    faults = []
+    for name, default in PORTS.items():
+        port = values.get(name, default)
+        if port and (other := owners.setdefault(port.lstrip("0"), name)) != name:
+            faults.append(f"{other} and {name} are both {port}: give each service its own port")
     return faults
+
+
+def check_pool(values: Mapping[str, str | None]) -> list[str]:
+    """Faults of a longest request that vLLM would not start with; one block is never handed out."""
+    sizes = [values.get(name, default) or "" for name, default in POOL.items()]
+    if not all(re.fullmatch(r"[0-9]{1,10}", size) for size in sizes):
+        return []  # blank blocks mean the whole GPU; anything else is a fault of its own
+    longest, blocks, block_size = map(int, sizes)
+    if longest <= (room := (blocks - 1) * block_size):
+        return []
+    return [
+        f"MAX_MODEL_LEN={longest} is more than the {room} tokens of (NUM_GPU_BLOCKS={blocks} - 1) "
+        f"x BLOCK_SIZE={block_size}: lower it, or raise NUM_GPU_BLOCKS (blank: all of the GPU)"
+    ]
 
 
 def check_secret(value: str, fewest: int) -> str | None:
@@ -165,25 +214,83 @@ def check_setting(name: str, value: str) -> str | None:
         if re.fullmatch(r"[0-9]*\.?[0-9]+", value) and 0 < float(value) <= 1:
             return None
         return "must be above 0 and at most 1"
+    if name == "PROMETHEUS_RETENTION":
+        parts = RETENTION.fullmatch(value)
+        spans = zip(parts.groups(), RETENTION_UNITS_S, strict=True) if parts else ()
+        if 0 < sum(int(count or 0) * seconds for count, seconds in spans) < 100 * 365 * 86400:
+            return None
+        return "must be a time that Prometheus reads, as in 15d, 12h or 1w2d"
     if name.startswith("COMPUTECACHE_"):
         settings = sorted(known for known in KNOWN if known.startswith("COMPUTECACHE_"))
         return f"is no setting; there are {', '.join(settings)}"
     return None
 
 
-def warnings_for(
-    values: Mapping[str, str | None], environ: Mapping[str, str], path: Path
-) -> list[str]:
+def check_shell(values: Mapping[str, str | None], environ: Mapping[str, str]) -> list[str]:
+    """Faults of a shell whose variables Compose takes instead of what the file says."""
+    faults = []
+    for name in sorted(environ.keys() & (KNOWN - {"SOURCE_REVISION"})):
+        if environ[name] != values.get(name):
+            instead = "its value in .env" if name in values else "the default"
+            faults.append(
+                f"{name} is exported in this shell and overrides {instead}: `unset {name}`"
+            )
+    for name in sorted(environ.keys() & COMPOSE.keys()):
+        if environ[name] != values.get(name):
+            faults.append(
+                f"{name} is exported in this shell, and Compose then {COMPOSE[name]}: "
+                f"`unset {name}`"
+            )
+    return faults
+
+
+def check_compose_file(values: Mapping[str, str | None], folder: Path) -> list[str]:
+    """Faults of COMPOSE_FILE in .env, which Compose obeys."""
+    value = values.get("COMPOSE_FILE")
+    if value is None:
+        return []
+    names = value.split(values.get("COMPOSE_PATH_SEPARATOR") or os.pathsep)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if names[0] == "compose.yaml" and not missing:
+        return []
+    why = f"{', '.join(missing)} is not there" if missing else "compose.yaml is not the first"
+    return [
+        f"COMPOSE_FILE={value!r} is obeyed by Compose, but {why}: remove the line, or write "
+        f"compose.yaml first (without a GPU: compose.yaml{os.pathsep}compose.cpu.yaml)"
+    ]
+
+
+def check_mounts(folder: Path) -> list[str]:
+    """Faults of files that containers read as another user than their owner."""
+    if os.name != "posix" or not (folder / "compose.yaml").is_file():
+        return []
+    missing = [name for name in MOUNTED if not (folder / name).exists()]
+    faults = [f"{name} is missing, and compose.yaml mounts it: restore it" for name in missing]
+    closed = [
+        name
+        for name in MOUNTED
+        if any(not readable(path) for path in ((folder / name), *(folder / name).rglob("*")))
+        and name not in missing
+    ]
+    if closed:
+        names = " ".join(closed)
+        faults.append(f"the containers' users cannot read {names}: `chmod -R a+rX {names}`")
+    return faults
+
+
+def readable(path: Path) -> bool:
+    """Whether every user may read `path` and, if it is a folder, enter it."""
+    wanted = 0o005 if path.is_dir() else 0o004
+    return not path.exists() or path.stat().st_mode & wanted == wanted
+
+
+def warnings_for(values: Mapping[str, str | None], path: Path) -> list[str]:
     """What is allowed but surprises."""
     warnings = []
-    for name in sorted(KNOWN):
-        if name in environ and environ[name] != values.get(name):
-            in_file = "its value in .env" if name in values else "the default"
-            warnings.append(
-                f"{name} is exported in this shell and overrides {in_file}: `unset {name}`"
-            )
     for name in sorted(values.keys() - KNOWN):
-        if not name.startswith("COMPUTECACHE_"):
+        if name in COMPOSE and name != "COMPOSE_ENV_FILES":
+            warnings.append(f"{name} in {path} is obeyed by Compose: it {COMPOSE[name]}")
+        elif not name.startswith("COMPUTECACHE_"):
             warnings.append(f"{name} is not used by compose.yaml")
     if os.name == "posix" and path.stat().st_mode & 0o077:
         warnings.append(f"other users can read {path}: chmod 600 {path}")
@@ -193,33 +300,37 @@ def warnings_for(
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 accepted, 1 refused, 2 could not be read."""
     parser = argparse.ArgumentParser(description="Check .env before docker compose up.")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--env-file", type=Path, default=Path(".env"), metavar="FILE")
-    source.add_argument(
+    parser.add_argument("--env-file", type=Path, metavar="FILE", help="default: .env")
+    parser.add_argument(
         "--environ",
         action="store_true",
-        help="check this process's environment instead of a file",
+        help="in a container: check this process's environment, and the file only if it is named",
     )
     args = parser.parse_args(argv)
 
-    warnings: list[str] = []
-    if args.environ:
-        checked = "environment"
-        faults = check_values({k: v for k, v in os.environ.items() if k in KNOWN})
-    else:
-        checked = str(args.env_file)
+    checked, warnings, faults = [], [], []
+    path = args.env_file or (None if args.environ else Path(".env"))
+    if path is not None:
         try:
-            data = args.env_file.read_bytes()
+            data = path.read_bytes()
         except OSError as error:
             print(
-                f"check_env: {args.env_file}: {error.strerror}. "
+                f"check_env: {path}: {error.strerror}. "
                 "Start with: cp .env.example .env && chmod 600 .env",
                 file=sys.stderr,
             )
             return 2
         values, faults = read_lines(data)
         faults += check_values(values)
-        warnings = warnings_for(values, os.environ, args.env_file)
+        checked.append(str(path))
+        if not args.environ:
+            faults += check_compose_file(values, path.parent) + check_mounts(path.parent)
+            faults += check_shell(values, os.environ)
+            warnings = warnings_for(values, path)
+    if args.environ:
+        found = check_values({k: v for k, v in os.environ.items() if k in KNOWN})
+        faults += [f"{fault} (as Compose read it)" for fault in found if fault not in faults]
+        checked.append("environment")
 
     for fault in faults:
         print(f"check_env: {fault}", file=sys.stderr)
@@ -228,7 +339,12 @@ def main(argv: list[str] | None = None) -> int:
     accepted = not faults
     print(
         json.dumps(
-            {"checked": checked, "accepted": accepted, "faults": faults, "warnings": warnings}
+            {
+                "checked": ", ".join(checked),
+                "accepted": accepted,
+                "faults": faults,
+                "warnings": warnings,
+            }
         )
     )
     return 0 if accepted else 1

@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from click.testing import CliRunner
 import check_env
 
 REPO = Path(__file__).parents[2]
+COMPOSE = Path(sys.executable).with_name("docker-compose")
 SERVERS = ("vllm", "prometheus", "grafana")
 
 
@@ -60,29 +60,35 @@ def test_blank_secret_stops_the_start_with_its_name(interpolated, name, value):
         interpolated(**{name: value})
 
 
-def test_placeholder_stops_the_start(interpolated):
+def test_placeholder_stops_the_start(interpolated, tmp_path):
     """preflight sees what Compose read, and nothing starts before it has succeeded."""
     services = interpolated()["services"]
     preflight = services["preflight"]
-    (mount,) = preflight["volumes"]
-    assert preflight["entrypoint"][:2] == ["python3", mount["target"]]
-    arguments = [*preflight["entrypoint"][2:], *preflight["command"]]
-    command = [sys.executable, "-S", REPO / mount["source"], *arguments]
+    mounted = {mount["target"]: mount["source"] for mount in preflight["volumes"]}
+    assert mounted == {"/check_env.py": "./scripts/check_env.py", "/.env": "./.env"}
+    assert preflight["command"] == []
+    python, *command = preflight["entrypoint"]
+    assert python == "python3"
+    env_file = tmp_path / ".env"
+    here = {"/check_env.py": REPO / "scripts/check_env.py", "/.env": env_file}
+    command = [sys.executable, "-S", *(here.get(word, word) for word in command)]
 
-    def start(**changed: str) -> subprocess.CompletedProcess:
+    def start(text: str = "", **changed: str) -> subprocess.CompletedProcess:
+        good = {name: preflight["environment"][name] for name in check_env.SECRETS}
+        env_file.write_text("".join(f"{k}={v}\n" for k, v in good.items()) + text)
         environment = interpolated(**changed)["services"]["preflight"]["environment"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert start().returncode == 0
+    assert start("COMPUTECACHE_SCANLIMIT=8\n").returncode == 1, "only the file shows this one"
     refused = start(VLLM_API_KEY="replace-me-with-a-random-key")
     assert (refused.returncode, "VLLM_API_KEY is still a placeholder" in refused.stderr) == (
         1,
         True,
     )
     assert start(COMPUTECACHE_SCAN_LIMIT="0").returncode == 1
-    assert set(preflight["environment"]) == set(check_env.SECRETS) | {
-        name for name in check_env.KNOWN if name.startswith("COMPUTECACHE_")
-    }
+    not_needed = {"MODEL", "HF_TOKEN", "SOURCE_REVISION"}  # whatever they are is accepted
+    assert set(preflight["environment"]) == check_env.KNOWN - not_needed
 
     condition = {service: services[service].get("depends_on") for service in SERVERS}
     assert condition == {
@@ -146,8 +152,9 @@ def test_configuration_is_mounted_read_only_and_must_exist(interpolated):
                 sources.append(volume["source"])
             else:
                 assert re.match(r"[a-z-]+:/", volume), "a path in short form would be created"
+    assert sources.pop(sources.index("./.env"))
     assert [source for source in sources if not (REPO / source).exists()] == []
-    assert len(sources) == 5
+    assert {source.removeprefix("./") for source in sources} == set(check_env.MOUNTED)
 
 
 def test_named_volumes_are_declared_and_used(interpolated):
@@ -235,30 +242,16 @@ def test_the_real_parser_takes_the_command(interpolated, tmp_path):
     assert large["max_model_len"] == 32768
 
 
-def compose_command() -> list[str] | None:
-    """Compose v2 as a plugin, or the older docker-compose."""
-    if docker := shutil.which("docker"):
-        plugin = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
-        if plugin.returncode == 0:
-            return [docker, "compose"]
-    return ["docker-compose"] if shutil.which("docker-compose") else None
-
-
-@pytest.mark.skipif(compose_command() is None, reason="no docker compose and no docker-compose")
 class TestWithCompose:
-    """`config` needs no Docker engine. docker-compose 1 lacks two keys of the specification:
-    they are left out for it, so with it this shows interpolation and merging only."""
+    """The test group's own Compose, by its path: no plugin of a user's HOME. `config` needs no
+    engine."""
 
-    def config(self, folder: Path, env: str) -> subprocess.CompletedProcess:
-        command = compose_command()
-        text = (REPO / "compose.yaml").read_text()
-        if command == ["docker-compose"]:
-            text = text.replace("name: computecache\n", "")
-            text = text.replace("        bind: {create_host_path: false}\n", "")
-        (folder / "compose.yaml").write_text(text)
+    def config(self, folder: Path, env: str, *names: str) -> subprocess.CompletedProcess:
+        for name in (names := names or ("compose.yaml",)):
+            (folder / name).write_text((REPO / name).read_text())
         (folder / ".env").write_text(env)
         return subprocess.run(
-            [*command, "config"],
+            [COMPOSE, *(word for name in names for word in ("-f", name)), "config"],
             cwd=folder,
             env={"PATH": os.environ["PATH"], "HOME": str(folder)},
             capture_output=True,
@@ -294,3 +287,26 @@ class TestWithCompose:
         assert result.returncode != 0
         assert f"{name}" in result.stderr
         assert "is blank or missing" in result.stderr
+
+    def test_without_a_gpu_only_what_needs_one_is_replaced(self, tmp_path):
+        """compose.cpu.yaml over compose.yaml; tests/stack starts it."""
+        gpu = yaml.safe_load(self.config(tmp_path, self.good_env()).stdout)["services"]
+        result = self.config(tmp_path, self.good_env(), "compose.yaml", "compose.cpu.yaml")
+        assert result.returncode == 0, result.stderr
+        (tmp_path / "merged.yaml").write_text(result.stdout)
+        code, output = schema_findings(tmp_path / "merged.yaml")
+        assert code == 0, output
+        cpu = yaml.safe_load(result.stdout)["services"]
+        assert {name: service for name, service in cpu.items() if service != gpu[name]}.keys() == {
+            "preflight",
+            "vllm",
+        }
+        vllm, was = cpu["vllm"], gpu["vllm"]
+        assert {key for key in was.keys() | vllm.keys() if was.get(key) != vllm.get(key)} == {
+            *("build", "command", "deploy", "entrypoint", "environment", "healthcheck", "image")
+        }
+        assert "deploy" not in vllm
+        assert was["environment"].items() <= vllm["environment"].items()
+        assert vllm["healthcheck"]["test"] == was["healthcheck"]["test"]
+        lost = {word.partition("=")[0] for word in set(was["command"]) - set(vllm["command"])}
+        assert lost == {"Qwen/Qwen3-0.6B", "--block-size", "--gpu-memory-utilization"}

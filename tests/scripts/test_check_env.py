@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import check_env
 
 REPO = Path(__file__).parents[2]
+COMPOSE = Path(sys.executable).with_name("docker-compose")  # of the test group
 KEY = "8c5f6a1e0b7d4c39a2e1f0d6b5c4a392"
 PASSWORD = "1f2e3d4c5b6a79880716253443526170"
 GOOD = f"VLLM_API_KEY={KEY}\nGRAFANA_ADMIN_PASSWORD={PASSWORD}\nCOMPUTECACHE_MODE=active\n"
@@ -87,6 +88,22 @@ BAD = {
         "COMPUTECACHE_SCANLIMIT='64' is no setting",
     ),
     "port out of range": (GOOD + "API_PORT=80000\n", "API_PORT='80000' must be a whole number"),
+    "retention without a unit": (
+        GOOD + "PROMETHEUS_RETENTION=15\n",
+        "PROMETHEUS_RETENTION='15' must be a time that Prometheus reads",
+    ),
+    "retention in the wrong order": (GOOD + "PROMETHEUS_RETENTION=2d1w\n", "RETENTION='2d1w' must"),
+    "retention of nothing": (GOOD + "PROMETHEUS_RETENTION=0d\n", "RETENTION='0d' must be a time"),
+    "equal ports": (GOOD + "API_PORT=3001\nGRAFANA_PORT=3001\n", "API_PORT and GRAFANA_PORT are"),
+    "a default port": (GOOD + "API_PORT=9090\n", "API_PORT and PROMETHEUS_PORT are both 9090"),
+    "longer than the pool": (
+        GOOD + "MAX_MODEL_LEN=2033\n",
+        "MAX_MODEL_LEN=2033 is more than the 2032 tokens of (NUM_GPU_BLOCKS=128 - 1) x BLOCK_SIZE",
+    ),
+    "another Compose file": (
+        GOOD + "COMPOSE_FILE=other.yaml\n",
+        "COMPOSE_FILE='other.yaml' is obeyed by Compose, but other.yaml is not there",
+    ),
     "memory above 1": (GOOD + "GPU_MEMORY_UTILIZATION=90\n", "UTILIZATION='90' must be above 0"),
 }
 
@@ -134,17 +151,65 @@ def test_missing_file_says_how_to_start(tmp_path):
     assert "cp .env.example .env" in stderr
 
 
-def test_exported_variable_that_overrides_the_file_is_a_warning(tmp_path):
+def test_exported_variable_that_overrides_the_file_is_refused(tmp_path):
+    """The documented `check_env && docker compose up -d` must not go on in another mode."""
     path = write(tmp_path, GOOD.replace("active", "lru"))
-    code, report, _ = run(path, COMPUTECACHE_MODE="active", COMPUTECACHE_SCAN_LIMIT="16")
-    assert code == 0
-    assert report["warnings"] == [
+    code, report, stderr = run(path, COMPUTECACHE_MODE="active", API_PORT="8100")
+    assert code == 1
+    assert report["faults"] == [
+        "API_PORT is exported in this shell and overrides the default: `unset API_PORT`",
         "COMPUTECACHE_MODE is exported in this shell and overrides its value in .env: "
         "`unset COMPUTECACHE_MODE`",
-        "COMPUTECACHE_SCAN_LIMIT is exported in this shell and overrides the default: "
-        "`unset COMPUTECACHE_SCAN_LIMIT`",
     ]
-    assert run(path, COMPUTECACHE_MODE="lru")[1]["warnings"] == []
+    assert all(fault in stderr for fault in report["faults"])
+
+
+def test_exported_variable_that_changes_nothing_is_accepted(tmp_path):
+    path = write(tmp_path, GOOD + "COMPOSE_PROJECT_NAME=mine\n")
+    same = {"COMPUTECACHE_MODE": "active", "COMPOSE_PROJECT_NAME": "mine"}
+    assert run(path, **same, SOURCE_REVISION="0123")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["COMPOSE_FILE", "COMPOSE_ENV_FILES", "COMPOSE_PROJECT_NAME"])
+def test_exported_variable_of_compose_itself_is_refused(tmp_path, name):
+    code, report, _ = run(write(tmp_path, GOOD), **{name: "other"})
+    assert code == 1
+    (fault,) = report["faults"]
+    assert fault.startswith(f"{name} is exported in this shell, and Compose then ")
+    assert fault.endswith(f": `unset {name}`")
+
+
+def test_compose_files_that_are_there_and_begin_with_ours_are_obeyed_and_said(tmp_path):
+    path = write(tmp_path, GOOD + "COMPOSE_FILE=compose.yaml:compose.cpu.yaml\n")
+    (tmp_path / "compose.cpu.yaml").touch()
+    assert run(path)[0] == 1
+    shutil.copytree(REPO / "monitoring", tmp_path / "monitoring")
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    (tmp_path / "compose.yaml").touch()
+    code, report, _ = run(path)
+    assert (code, report["faults"]) == (0, [])
+    assert report["warnings"] == [
+        f"COMPOSE_FILE in {path} is obeyed by Compose: it starts other files than compose.yaml"
+    ]
+
+
+def test_files_that_a_container_could_not_read_are_refused_with_the_command(tmp_path):
+    path = write(tmp_path, GOOD)
+    for name in ("monitoring", "scripts"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    (tmp_path / "compose.yaml").touch()
+    (tmp_path / "monitoring/alerts.yml").chmod(0o600)
+    (tmp_path / "monitoring/grafana/provisioning/dashboards").chmod(0o700)
+    code, report, _ = run(path)
+    names = "monitoring/alerts.yml monitoring/grafana/provisioning"
+    assert (code, report["faults"]) == (
+        1,
+        [f"the containers' users cannot read {names}: `chmod -R a+rX {names}`"],
+    )
+    subprocess.run(["chmod", "-R", "a+rX", *names.split()], cwd=tmp_path, check=True)
+    assert run(path)[0] == 0
+    (tmp_path / "monitoring/alerts.yml").unlink()
+    assert "monitoring/alerts.yml is missing" in run(path)[1]["faults"][0]
 
 
 def test_readable_file_and_unused_name_are_warnings(tmp_path):
@@ -215,7 +280,6 @@ def test_accepted_lines_are_read_alike_by_a_shell_and_dotenv(tmp_path_factory, r
     assert shell_values(path) == accepted
 
 
-@pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose")
 def test_accepted_lines_are_read_alike_by_compose(tmp_path):
     raws = ["plain-1.5/x:@%+,=", "'a b#c'", '"a; (b) | c*"', "", "''", "a=b"]
     lines = [f"NAME{i}={raw}" for i, raw in enumerate(raws)]
@@ -223,10 +287,10 @@ def test_accepted_lines_are_read_alike_by_compose(tmp_path):
     assert faults == []
     (tmp_path / ".env").write_text("\n".join(lines))
     environment = {name: f"<${{{name}}}>" for name in values}
-    stack = {"version": "3.3", "services": {"s": {"image": "i", "environment": environment}}}
+    stack = {"services": {"s": {"image": "i", "environment": environment}}}
     (tmp_path / "docker-compose.yml").write_text(json.dumps(stack))
     result = subprocess.run(
-        ["docker-compose", "config"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [COMPOSE, "config"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert yaml.safe_load(result.stdout)["services"]["s"]["environment"] == {
         name: f"<{value}>" for name, value in values.items()
