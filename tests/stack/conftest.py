@@ -4,7 +4,9 @@
 Without an engine the tests are skipped with the reason; where CI is set, that is a failure.
 """
 
+import json
 import os
+import shlex
 import sys
 import uuid
 from pathlib import Path
@@ -15,7 +17,7 @@ sys.path.append(str(Path(__file__).parent))  # the stack_*.py beside this file
 
 import stack_engine
 import stack_images
-from stack_project import Project
+from stack_project import Project, make_closed
 
 BUILT = ("computecache-vllm:0.32.0", "computecache-vllm-cpu:0.32.0")
 
@@ -84,3 +86,41 @@ def new_project(engine, images):
     yield make
     for project in made:
         project.remove()
+
+
+DEAD = "127.0.0.1:9"  # nothing listens on the discard port
+PROXIES = {
+    "HTTP_PROXY": f"http://{DEAD}",
+    "HTTPS_PROXY": f"http://{DEAD}",
+    "ALL_PROXY": f"socks5://{DEAD}",
+    "NO_PROXY": "fd00::/8,example.org",
+}
+
+
+@pytest.fixture(scope="session")
+def behind_proxies(engine, tmp_path_factory):
+    """environ for `docker` where the host and every container have proxies that lead nowhere."""
+    config = stack_engine.make_config(tmp_path_factory.mktemp("docker-config-proxies"))
+    names = {"httpProxy": "HTTP_PROXY", "httpsProxy": "HTTPS_PROXY", "allProxy": "ALL_PROXY"}
+    names["noProxy"] = "NO_PROXY"
+    proxies = {key: PROXIES[name] for key, name in names.items()}
+    (config / "config.json").write_text(json.dumps({"proxies": {"default": proxies}}))
+    lower = {name.lower(): value for name, value in PROXIES.items()}
+    return engine | PROXIES | lower | {"DOCKER_CONFIG": str(config)}
+
+
+@pytest.fixture(scope="session")
+def stack(new_project, behind_proxies, tmp_path_factory):
+    """The stack of compose.cpu.yaml, healthy. Starting vLLM takes a minute: one for all tests."""
+    folder = tmp_path_factory.mktemp("Prüfstand mit Leerzeichen") / "Compute Cache"
+    project = new_project(folder, behind_proxies)
+    # A pool that a test can flood, and the longest request that check_env lets it have.
+    project.settings |= {"NUM_GPU_BLOCKS": "64", "BLOCK_SIZE": "32", "MAX_MODEL_LEN": "2016"}
+    project.settings |= {"KV_CACHE_METRICS_SAMPLE": "1.0"}
+    project.write_env()
+    make_closed(folder)
+    project.closed_faults = project.check_env()[1]
+    for fault in project.closed_faults:
+        project.run(*shlex.split(fault.partition("`")[2].partition("`")[0]))
+    project.up()
+    return project

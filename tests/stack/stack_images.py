@@ -205,6 +205,7 @@ def add_prometheus(archive: Archive) -> None:
     archive.folder("prometheus", NOBODY)
 
 
+PATH = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BASES = {  # what is added to Debian, and what the published image says of itself
     "python": (add_python, ("ENTRYPOINT []", 'CMD ["python3"]', "ENV PYTHONUNBUFFERED=1")),
     "prometheus": (
@@ -232,7 +233,7 @@ def make_base(name: str, environ: dict[str, str], folder: Path) -> str:
     debian = debian_root(folder)
     say(f"making the base image {image} (once; kept in the engine)")
     command = ["docker", "import"]
-    for change in (*changes, f"LABEL {KEY_LABEL}={name}"):
+    for change in (*changes, PATH, f"LABEL {KEY_LABEL}={name}"):
         command += ["--change", change]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

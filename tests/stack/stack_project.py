@@ -57,6 +57,7 @@ class Project:
         self.folder, self.environ, self.name = folder, environ, name
         self.settings = SECRETS | {"COMPOSE_PROJECT_NAME": name}
         self.settings |= free_ports(("API_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT"))
+        self.closed_faults: list[str] = []  # what check_env said before the files were opened
         shutil.copytree(REPO, folder, ignore=LEFT_OUT)
         self.write_env()
 
@@ -75,12 +76,13 @@ class Project:
         """Run docker compose with both files in the folder, as a user does; `shell` is exported."""
         return self.run("docker", "compose", *CPU, *arguments, check=check, **shell)
 
-    def run(self, *command: str, check: bool = True, **shell: str):
+    def run(self, *command: str, check: bool = True, stdin: str | None = None, **shell: str):
         """Run any command in the folder."""
         done = subprocess.run(
             command,
             cwd=self.folder,
             env=self.environ | shell,
+            input=stdin,
             capture_output=True,
             text=True,
             check=False,
@@ -98,6 +100,20 @@ class Project:
             logs = self.compose("logs", "--tail", "40", check=False).stdout
             raise AssertionError(f"up: {done.stderr[-1500:]}\n{logs[-6000:]}")
         return done
+
+    def check_env(self, **shell: str) -> tuple[int, list[str]]:
+        """Run scripts/check_env.py in the folder; return its exit code and the faults it names."""
+        done = self.run("python3", "scripts/check_env.py", check=False, **shell)
+        return done.returncode, json.loads(done.stdout)["faults"]
+
+    def wait_for_log(self, service: str, text: str, timeout_s: float = 60) -> str:
+        """Return a service's log once it has `text`."""
+
+        def log() -> str:
+            done = self.compose("logs", "--no-log-prefix", service, check=False)
+            return done.stdout if text in done.stdout else ""
+
+        return wait_for(f"{text!r} in the log of {service}", log, timeout_s)
 
     def container(self, service: str) -> str:
         """Return the id of a service's container, running or not; "" when there is none."""
