@@ -4,6 +4,7 @@
 Without an engine the tests are skipped with the reason; where CI is set, that is a failure.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from stack_project import Project, make_closed
 BUILT = ("computecache-vllm:0.32.0", "computecache-vllm-cpu:0.32.0")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in Path(item.path).parents:
@@ -37,26 +39,14 @@ def give_up(reason: str):
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory):
-    """environ for `docker`: an engine that answers, with Compose and no setting of the caller's."""
-    private = None
-    try:
-        config = stack_engine.make_config(tmp_path_factory.mktemp("docker-config"))
-        if stack_engine.reachable(os.environ):
-            environ = stack_engine.client_environ(config, None, os.environ)
-        elif reason := stack_engine.why_no_private_engine():
-            raise stack_engine.NoEngine(reason)
-        else:
-            stack_engine.install_packages()
-            private = stack_engine.PrivateEngine(stack_engine.cache_folder())
-            private.start()
-            environ = stack_engine.client_environ(config, private.host, os.environ)
-    except stack_engine.NoEngine as error:
-        give_up(str(error))
-    try:
+    """environ for `docker`."""
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            config = tmp_path_factory.mktemp("docker-config")
+            environ = until_the_end.enter_context(stack_engine.for_tests(config))
+        except stack_engine.NoEngine as error:
+            give_up(str(error))
         yield environ
-    finally:
-        if private:
-            private.stop()
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +106,7 @@ def stack(new_project, behind_proxies, tmp_path_factory):
     project = new_project(folder, behind_proxies)
     # A pool that a test can flood, and the longest request that check_env lets it have.
     project.settings |= {"NUM_GPU_BLOCKS": "64", "BLOCK_SIZE": "32", "MAX_MODEL_LEN": "2016"}
-    project.settings |= {"KV_CACHE_METRICS_SAMPLE": "1.0"}
+    project.settings |= {"KV_CACHE_METRICS_SAMPLE": "1.0", "COMPUTECACHE_MODE": "active"}
     project.write_env()
     make_closed(folder)
     project.closed_faults = project.check_env()[1]

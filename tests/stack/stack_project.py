@@ -57,6 +57,7 @@ class Project:
         self.folder, self.environ, self.name = folder, environ, name
         self.settings = SECRETS | {"COMPOSE_PROJECT_NAME": name}
         self.settings |= free_ports(("API_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT"))
+        self.started = time.time()
         self.closed_faults: list[str] = []  # what check_env said before the files were opened
         shutil.copytree(REPO, folder, ignore=LEFT_OUT)
         self.write_env()
