@@ -524,6 +524,35 @@ class WeightTest(unittest.TestCase):
             victims[depth_weight] = pool.queue.blocks()[0] in chain
         self.assertEqual(victims, {0: True, 1: False})
 
+    def test_demotion_is_measured_against_the_block_that_would_go_next(self):
+        """Any worth, age and depth of the lists' oldest blocks; each list's index names it."""
+        rng = random.Random(1)
+        pool = Pool(active(512, depth_weight=1), 30)
+        pool.policy.model.index = [[1.0] * 32] * 3  # no reason to demote
+        pool.hot(8)
+        pool.one_use(8)  # by a request that hit: continuing
+        pool.one_use(8)
+        pool.policy.reorder_free_queue(pool.queue, 1, ())
+        lists, order, model = pool.policy.lists, pool.policy.order, pool.policy.model
+        model.now = 1000
+        model.index = [[1.0] * 32, [2.0] * 32, [3.0] * 32]
+        places = range(policy_module.FIRST_LIST, policy_module.PROTECTED)
+        fronts = {place: lists.ends[place - 1].next_free_block for place in places}
+        self.assertEqual(len({block.block_id for block in fronts.values()}), 3)
+        named = set()
+        for _ in range(300):
+            model.keep = [[rng.choice((0.8, 1.0, 1.5))] * 32 for _ in range(3)]
+            for place, block in fronts.items():
+                block.block_hash_num_tokens = rng.choice((16, 32_000))
+                stamp = 1000 - rng.randrange(200, 210)
+                kind = place - policy_module.FIRST_LIST
+                word = stamp << policy_module.STAMP_SHIFT | kind << policy_module.KIND_SHIFT
+                lists.words[block.block_id] = word | place
+            place, _ = order._lowest(fronts)
+            self.assertEqual(order._eviction_cost(), place - policy_module.FIRST_LIST + 1.0)
+            named.add(place)
+        self.assertEqual(named, set(places))
+
     def test_about_one_request_in_eight_is_not_demoted(self):
         pool = Pool(active(4096), 4000)
         pool.policy.order._eviction_cost = lambda: 1.0  # more than a never reused block is worth

@@ -940,42 +940,37 @@ class Ordering:
             place = SPENT
         return self.lists.intern(self.model.now << STAMP_SHIFT | kind << KIND_SHIFT | place)
 
-    def _eviction_cost(self) -> float:
-        """Index of the block that the lists would give up next."""
-        model, words, counts, ends = (
-            self.model,
-            self.lists.words,
-            self.lists.counts,
-            self.lists.ends,
-        )
-        least, cost = None, 0.0
-        for kind in range(KINDS):
-            if counts[FIRST_LIST + kind]:
-                front = ends[FIRST_LIST + kind - 1].next_free_block
-                age = age_bin(model.now - (words[front.block_id] >> STAMP_SHIFT))
-                rank = model.keep[kind][age], -age
-                if least is None or rank < least:
-                    least, cost = rank, model.index[kind][age]
-        return cost
-
-    def _ranked(self, fronts: Mapping[int, Block]) -> list[tuple[float, int, int]]:
-        """The lists with their `fronts`, worst first: keep value, stamp, place.
+    def _front_rank(self, place: int, front: Block) -> tuple[float, int, int]:
+        """Keep value, stamp and place of a list with this oldest block; the lowest goes next.
 
         Equal values go by age, so that no child is left behind.
         """
-        model, words, now = self.model, self.lists.words, self.model.now
-        ranked = []
-        for place, front in fronts.items():
-            stamp = words[front.block_id] >> STAMP_SHIFT
-            keep = 0.0
-            if model.guard.state is not LRU:
-                keep = model.keep[place - FIRST_LIST][age_bin(now - stamp)]
-            if place == FIRST_LIST + REUSED:
-                tokens = front.block_hash_num_tokens or 0
-                keep *= 1 + self.settings.depth_weight * tokens / DEPTH_TOKENS
-            ranked.append((keep, stamp, place))
-        ranked.sort()
-        return ranked
+        model = self.model
+        stamp = self.lists.words[front.block_id] >> STAMP_SHIFT
+        if model.guard.state is LRU:
+            return 0.0, stamp, place
+        keep = model.keep[place - FIRST_LIST][age_bin(model.now - stamp)]
+        if place == FIRST_LIST + REUSED:
+            tokens = front.block_hash_num_tokens or 0
+            keep *= 1 + self.settings.depth_weight * tokens / DEPTH_TOKENS
+        return keep, stamp, place
+
+    def _eviction_cost(self) -> float:
+        """Index of the block that the lists would give up next; 0 where there is none."""
+        counts, ends, least = self.lists.counts, self.lists.ends, None
+        for place in range(FIRST_LIST, PROTECTED):
+            if counts[place]:
+                rank = self._front_rank(place, ends[place - 1].next_free_block)
+                if least is None or rank < least:
+                    least = rank
+        if least is None:
+            return 0.0
+        _, stamp, place = least
+        return self.model.index[place - FIRST_LIST][age_bin(self.model.now - stamp)]
+
+    def _ranked(self, fronts: Mapping[int, Block]) -> list[tuple[float, int, int]]:
+        """The ranks of the lists with these `fronts`, lowest first."""
+        return sorted(self._front_rank(place, front) for place, front in fronts.items())
 
     # -- victims ----------------------------------------------------------------------
 
