@@ -8,6 +8,7 @@ The queue here is a small one of the same shape as vLLM's; the same properties a
 on vLLM's own BlockPool in test_computecache_block_pool.py.
 """
 
+import dataclasses
 import hashlib
 import importlib.util
 import logging
@@ -189,6 +190,12 @@ class OffTest(unittest.TestCase):
         policy.reset()
         self.assertFalse(policy.enabled)
         self.assertEqual((policy.decisions, policy.fallbacks), (0, 0))
+
+    def test_a_reset_in_lru_mode_only_asks(self):
+        policy = ComputeCachePolicy(Settings(), 8, 16)
+        before = dict(vars(policy))
+        policy.reset()
+        self.assertEqual(vars(policy), before)
 
     def test_active_does_nothing_without_prefix_caching(self):
         policy = ComputeCachePolicy(Settings(mode="active"), 8, 16, enable_caching=False)
@@ -448,6 +455,16 @@ class ReuseTest(unittest.TestCase):
         pool.one_use(24)
         self.assertEqual(set(pool.get(8)), set(sampled))
 
+    def test_how_old_a_block_in_use_must_be_is_as_the_documents_say(self):
+        for size in (1, 64, 128, 256, 511, 512, 767, 1024, 20_480, 100_000):
+            model = policy_module.ReuseModel(Settings(mode="active"), size)
+            blocks = policy_module.SHARED_UNITS * model.unit
+            if size < 512:
+                self.assertEqual(blocks, 8)
+            else:
+                self.assertLessEqual(blocks, size / 32)
+                self.assertGreaterEqual(blocks, size / 48)
+
     def test_a_prefix_shared_while_in_use_is_reuse_once_it_is_old(self):
         pool = Pool(active(64), 40)
         shared = pool.compute(8)
@@ -577,6 +594,53 @@ class WeightTest(unittest.TestCase):
             pool.get(20)
             demoted[penalty] = policy.counters.demoted_blocks > 0
         self.assertEqual(demoted, {0: False, 10**9: True})
+
+
+class DebtTest(unittest.TestCase):
+    def test_credit_is_kept_up_to_a_pool_and_spent_in_parts(self):
+        debt = policy_module.Debt(num_blocks=100, scan_limit=2)
+        debt.taken = 3
+        debt.bill(5)
+        self.assertEqual(debt.due(), 8 + 2 * policy_module.SAVED_SCANS)
+        debt.repay(40)
+        self.assertEqual((debt.owed, debt.due()), (0, 32))
+        debt.repay(32)
+        debt.repay(32)
+        self.assertEqual(debt.due(), 4)  # 100 + 8 - 40 - 32 - 32
+        debt.save(1000)
+        debt.bill(1)
+        debt.repay(0)
+        for _ in range(3):
+            debt.repay(32)
+        self.assertEqual(debt.due(), 4)  # of one pool: 100 - 3 * 32
+
+    def test_what_is_sorted_beside_the_decisions_is_paid_for(self):
+        pool = Pool(active(256), 200)
+        hot, taken = pool.hot(50), 100
+        for number in range(400):
+            count = 1 + number % 40
+            pool.one_use(count)
+            taken += count
+            if number % 5 == 0:
+                pool.touch(hot[:30])
+                pool.free(hot[:30])
+                taken += 30
+        self.assertGreater(pool.policy.counters.sorted_blocks, 0)
+        self.assertLessEqual(pool.policy.counters.sorted_blocks, taken + 256)
+
+
+class SettingsTableTest(unittest.TestCase):
+    def test_every_setting_and_counter_says_what_it_is_and_its_bounds(self):
+        for setting in dataclasses.fields(Settings):
+            self.assertTrue(setting.metadata["help"])
+            if setting.name == "mode":
+                self.assertIn(setting.default, setting.metadata["choices"])
+            else:
+                low, high = setting.metadata["low"], setting.metadata["high"]
+                self.assertLessEqual(low, setting.default)
+                self.assertLessEqual(setting.default, high)
+        for counter in dataclasses.fields(policy_module.Counters):
+            self.assertTrue(counter.metadata["help"].endswith("."))
 
 
 class ModelTest(unittest.TestCase):

@@ -152,8 +152,8 @@ class Counters:
     reordered_decisions: int = _count("Decisions that moved a victim to the front of the queue.")
     inspected_blocks: int = _count("Free-queue blocks looked at while choosing.")
     sorted_blocks: int = _count(
-        "Freed blocks sorted into a list beside the decisions, "
-        "at most one for each block that a request took."
+        "Freed blocks sorted into a list beside the decisions: at most one for each block that "
+        "requests took, and one pool's worth more."
     )
     demoted_blocks: int = _count("Never reused blocks put first in line when they were sorted.")
     fallbacks: int = _count("Decisions left to LRU because of an unexpected state or an error.")
@@ -1052,7 +1052,7 @@ LET_THROUGH_SHARE = 1 / 8  # of never reused allocations, drawn at random, that 
 SAVED_SCANS = 16  # scan limits' worth of saved sorting that one decision may spend, and ...
 SAVED_BLOCKS = 1024  # ... blocks: the most that a request waits for, whatever the scan limit
 MAX_FALLBACKS = 8  # failures, one decision after another, that switch the policy off
-SHARED_UNITS = 8  # clock units: a touch of a block in use is reuse if its last use is this old
+SHARED_UNITS = 8  # clock units (8 blocks or more): a touch of a block in use is reuse if as old
 
 
 class Debt:
