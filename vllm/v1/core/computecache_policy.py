@@ -868,8 +868,7 @@ class Ordering:
         finally:  # their words say so already
             model.unobserved -= bool(wanted) * (looked - since)
         lists.before = before
-        starts.append((block, looked, 0))
-        self._move(starts)
+        self._move([*starts, (block, looked, 0)])
         if sample:
             self._observe(sample, word)
         return looked
@@ -1089,6 +1088,16 @@ class Debt:
         self.owed = 0
 
 
+def _serve_metrics(policy: "ComputeCachePolicy") -> None:
+    if os.environ.get("COMPUTECACHE_METRICS_PORT"):
+        try:
+            from vllm.v1.core.computecache_metrics import serve_policy
+
+            serve_policy(policy)
+        except Exception:
+            logger.exception("ComputeCache: metrics are not served; serving goes on.")
+
+
 class ComputeCachePolicy:
     """Five lists in one free queue; the least valuable list gives the victim.
 
@@ -1106,12 +1115,11 @@ class ComputeCachePolicy:
     A never reused block is demoted when it is sorted, if keeping it promises less than
     the block that would be evicted instead; one allocation in eight is let through.
 
-    Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most. Besides, for
-    each block that a request takes, new or from the cache, one freed block may be sorted after
-    the pop (`sorted_blocks`, see `Debt`), so sorting keeps up. Moving a run of blocks is one
-    splice. Only reset, the first decision after it and a fallback are proportional to the
-    pool. Once per pool's worth of allocations the model is refitted, a fixed number of
-    operations. Memory: 8 bytes a block, 32 for each different word, and the model.
+    Bound: a decision for n victims looks at n + scan_limit - 1 blocks at most. Sorting beside
+    the decisions is paid for block by block (`Debt`). Moving a run of blocks is one splice.
+    Only reset, the first decision after it and a fallback are proportional to the pool. Once
+    per pool's worth of allocations the model is refitted, a fixed number of operations.
+    Memory: 8 bytes a block, 32 for each different word, and the model.
 
     Differs from LRU only in which list gives the victim. In guarded LRU order the oldest
     front goes first, to within one clock unit (1/256 of the pool). Not promised: to tell
@@ -1147,13 +1155,7 @@ class ComputeCachePolicy:
             num_blocks,
             policy.settings,
         )
-        if os.environ.get("COMPUTECACHE_METRICS_PORT"):
-            try:
-                from vllm.v1.core.computecache_metrics import serve_policy
-
-                serve_policy(policy)
-            except Exception:
-                logger.exception("ComputeCache: metrics are not served; serving goes on.")
+        _serve_metrics(policy)
         return policy
 
     @property
