@@ -308,7 +308,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    checked, warnings, faults = [], [], []
+    checked: list[str] = []
+    warnings: list[str] = []
+    faults: list[str] = []
     path = args.env_file or (None if args.environ else Path(".env"))
     if path is not None:
         try:

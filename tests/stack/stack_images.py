@@ -23,9 +23,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import install_computecache as installer
 import yaml
 from stack_engine import NoEngine, need
+
+import install_computecache as installer
 
 REPO = Path(__file__).parents[2]
 KEPT = "computecache-test"
