@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Set up, then every test. Arguments go to pytest (for instance -k canary, or -m "not server").
+# Set up, then every test. Arguments go to pytest, for instance -k canary, or the quick ones:
+#   bash scripts/test.sh -m "not server and not docker"
+# Without a Docker engine those of tests/stack are skipped. With COMPUTECACHE_TEST_ENGINE=1, or
+# where CI is set, they start one of their own (root on Debian; docker.io is installed).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -31,7 +31,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(1200))
 
 
-def give_up(reason: str):
+@pytest.fixture(scope="session")
+def give_up():
+    """give_up(reason): skip, or fail in CI."""
+    return skip_or_fail
+
+
+def skip_or_fail(reason: str):
     if os.environ.get("CI"):
         pytest.fail(f"{reason} (CI is set: these tests must run)", pytrace=False)
     pytest.skip(reason)
@@ -45,7 +51,7 @@ def engine(tmp_path_factory):
             config = tmp_path_factory.mktemp("docker-config")
             environ = until_the_end.enter_context(stack_engine.for_tests(config))
         except stack_engine.NoEngine as error:
-            give_up(str(error))
+            skip_or_fail(str(error))
         yield environ
 
 
@@ -53,12 +59,13 @@ def engine(tmp_path_factory):
 def images(engine):
     """The published names, given to images of the tests' own while these run."""
     given = []
+    stack_images.take_names(given, engine)  # what a run that was killed has left
     try:
         try:
             standing_in = dict(stack_images.bases(engine, stack_engine.cache_folder()))
             stack_images.give_names(standing_in, BUILT, engine, given)
         except stack_engine.NoEngine as error:
-            give_up(str(error))
+            skip_or_fail(str(error))
         yield standing_in
     finally:
         stack_images.take_names(given, engine)

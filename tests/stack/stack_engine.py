@@ -36,23 +36,24 @@ class NoEngine(RuntimeError):
     """There is no engine to test with; the message says why and what would give one."""
 
 
+class EngineError(RuntimeError):
+    """What was asked for and should work did not; the message has the last words of it."""
+
+
 def cache_folder() -> Path:
     """Return where the private engine and its images are kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "computecache-test-engine"
 
 
-def client_environ(config: Path, host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+def client_environ(config: Path, host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` for a docker client of the tests: nothing of the caller's chooses a stack.
 
-    `config` becomes DOCKER_CONFIG and holds Compose as a plugin; `host` None keeps the caller's.
+    `config` becomes DOCKER_CONFIG and holds Compose as a plugin.
     """
-    kept = {k: v for k, v in environ.items() if not k.startswith(("COMPOSE_", "COMPUTECACHE_"))}
-    if host:
-        kept = {k: v for k, v in kept.items() if not k.startswith("DOCKER_")} | {
-            "DOCKER_HOST": host
-        }
-    return kept | {"DOCKER_CONFIG": str(config)}
+    chosen = ("COMPOSE_", "COMPUTECACHE_", "DOCKER_")
+    kept = {name: value for name, value in environ.items() if not name.startswith(chosen)}
+    return kept | {"DOCKER_HOST": host, "DOCKER_CONFIG": str(config)}
 
 
 def make_config(folder: Path) -> Path:
@@ -66,16 +67,36 @@ def make_config(folder: Path) -> Path:
     return folder
 
 
-def reachable(environ: Mapping[str, str]) -> bool:
-    """Return whether a docker client and an engine that answers it are there."""
+def ask(environ: Mapping[str, str], *arguments: str) -> str | None:
+    """Return what `docker` prints, or None where it is missing, fails or does not answer."""
     if shutil.which("docker", path=environ.get("PATH")) is None:
-        return False
-    asked = ["docker", "version", "--format", "{{.Server.Version}}"]
+        return None
     try:
-        done = subprocess.run(asked, env=environ, capture_output=True, check=False, timeout=20)
+        done = subprocess.run(
+            ["docker", *arguments], env=environ, capture_output=True, text=True, timeout=20
+        )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def reachable(environ: Mapping[str, str]) -> bool:
+    """Return whether an engine answers."""
+    return ask(environ, "version", "--format", "{{.Server.Version}}") is not None
+
+
+def engine_at_hand() -> str | None:
+    """Return the address of the engine that this user's `docker` talks to; None without one.
+
+    It has to be on this machine: the tests mount files and connect to 127.0.0.1.
+    """
+    if not reachable(os.environ):
+        return None
+    of_context = "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"
+    host = os.environ.get("DOCKER_HOST") or ask(os.environ, *of_context) or ""
+    if not host.startswith("unix://"):
+        raise NoEngine(f"the Docker engine at {host!r} is not on this machine: unset DOCKER_HOST")
+    return host
 
 
 def need(*programs: str) -> None:
@@ -90,7 +111,7 @@ def need(*programs: str) -> None:
     for command in (["apt-get", "update", "-qq"], install):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise NoEngine(f"`{' '.join(command)}` failed: {done.stderr.strip()[-400:]}")
+            raise EngineError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-400:]}")
 
 
 def why_not_here() -> str | None:
@@ -111,8 +132,8 @@ def for_tests(config: Path) -> Iterator[dict[str, str]]:
     Compose is its plugin, and no setting of the caller's chooses a stack. `config` is a new folder.
     """
     make_config(config)
-    if reachable(os.environ):
-        yield client_environ(config, None, os.environ)
+    if host := engine_at_hand():
+        yield client_environ(config, host, os.environ)
         return
     if reason := why_not_here():
         raise NoEngine(f"no Docker engine answers, and {reason}")
@@ -160,7 +181,7 @@ class PrivateEngine:
         self._lock: int | None = None
 
     def start(self) -> None:
-        """Start it and return once it answers. NoEngine says why it did not."""
+        """Start it and return once it answers."""
         if len(os.fsencode(self.folder)) > SOCKET_PATH_MAX:
             raise NoEngine(
                 f"{self.folder} is too long for a socket: set XDG_CACHE_HOME to a shorter folder"
@@ -199,7 +220,7 @@ class PrivateEngine:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = (self.folder / "dockerd.log").read_text(errors="replace")[-800:]
                 self.stop()
-                raise NoEngine(f"dockerd did not come up within {START_TIMEOUT_S} s: {tail}")
+                raise EngineError(f"dockerd did not come up within {START_TIMEOUT_S} s: {tail}")
             time.sleep(0.2)
 
     def stop(self) -> None:

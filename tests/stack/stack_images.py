@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import yaml
-from stack_engine import NoEngine, need
+from stack_engine import EngineError, NoEngine, need
 
 import install_computecache as installer
 
@@ -82,7 +82,7 @@ def call(*command: object, **options) -> subprocess.CompletedProcess:
     words = list(map(str, command))
     done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     if done.returncode:
-        raise NoEngine(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout)[-600:]}")
+        raise EngineError(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout)[-600:]}")
     return done
 
 
@@ -258,10 +258,10 @@ def make_base(name: str, environ: dict[str, str], folder: Path) -> str:
             raise
         if process.wait():
             errors.seek(0)
-            raise NoEngine(f"docker import of {image}: {errors.read().decode()[-400:]}")
+            raise EngineError(f"docker import of {image}: {errors.read().decode()[-400:]}")
     for old in tags(f"{KEPT}/{name}", environ):
         if old != image:
-            call("docker", "image", "rm", old, env=environ)
+            call("docker", "image", "rm", "--force", old, env=environ)
     return image
 
 
@@ -302,9 +302,14 @@ def give_names(
 
 
 def take_names(given: list[str], environ: dict[str, str]) -> None:
-    """Remove the names and what was built under them."""
-    for name in given:
-        command = ["docker", "image", "rm", "--force", name]
+    """Remove the names, what was built under them and what builds that failed have left."""
+    ours = f"label={KEY_LABEL}"
+    left = call("docker", "ps", "-aq", "--filter", ours, env=environ).stdout.split()
+    for command in (
+        *(("docker", "rm", "--force", "--volumes", container) for container in left),
+        *(("docker", "image", "rm", "--force", name) for name in given),
+        ("docker", "image", "prune", "--force", "--filter", ours),
+    ):
         subprocess.run(command, env=environ, capture_output=True, check=False)
 
 

@@ -17,6 +17,8 @@ import stack_engine
 from stack_project import wait_for
 
 HERE = Path(__file__).parent
+REPO = HERE.parents[1]
+LABELS = "test_the_labels_say_what_it_is_and_the_rest_is_as_in_the_base"
 SECONDS = f"77{os.getpid()}"  # names the process of the container
 INNER = """
 import subprocess, time
@@ -46,10 +48,10 @@ def test_with_a_container(engine):
 
 
 @pytest.fixture
-def folder():
+def folder(give_up):
     """A short one: a socket lies in it."""
     if reason := stack_engine.why_not_here():
-        pytest.skip(reason)
+        give_up(reason)
     stack_engine.need(*stack_engine.PACKAGES)
     with tempfile.TemporaryDirectory(prefix="cc-", ignore_cleanup_errors=True) as made:
         yield Path(made)
@@ -131,3 +133,28 @@ def test_two_runs_do_not_share_one_engine(inner, folder):
     inner("test_that_takes_long")
     wait_for("the engine is up", (folder / "ready").exists, 120)
     assert "other tests use the engine in" in inner("test_that_fails").communicate(timeout=120)[0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "outcome"),
+    [
+        ({"CI": ""}, "SKIPPED [1] tests/stack/test_image.py"),
+        ({"CI": "1", "XDG_CACHE_HOME": "/tmp/" + "long" * 20}, "ERROR tests/stack/test_image.py"),
+    ],
+    ids=["on a desk", "in CI"],
+)
+def test_without_an_engine_the_tests_say_why_and_in_ci_they_fail(tmp_path, environ, outcome):
+    environ = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nobody.sock"} | environ
+    environ.pop(stack_engine.ASK, None)
+    test = f"{HERE.relative_to(REPO)}/test_image.py::{LABELS}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test],
+        cwd=REPO,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (1 if environ["CI"] else 0), done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(outcome)]
+    assert ("too long for a socket" if environ["CI"] else "no Docker engine answers, and") in line

@@ -50,6 +50,7 @@ def test_each_env_that_check_env_refuses_is_stopped_before_vllm_is_touched(servi
 
 def test_compose_obeys_what_check_env_refuses_of_a_shell(serving):
     """Each variable does something to what would be started, and check_env names it."""
+    serving.write_env(COMPUTECACHE_MODE="lru")
     other = serving.folder / "other.env"
     other.write_text(serving.env_file.read_text().replace("NUM_GPU_BLOCKS=64", "NUM_GPU_BLOCKS=65"))
     (serving.folder / "other.yaml").write_text("services: {other: {image: other}}\n")
@@ -71,6 +72,7 @@ def test_compose_obeys_what_check_env_refuses_of_a_shell(serving):
 
 def test_a_refused_shell_stops_the_documented_command(serving):
     """`check_env && up -d` does not go on in active because the shell says so."""
+    serving.write_env(COMPUTECACHE_MODE="lru")
     done = serving.run(
         *("sh", "-c", f"python3 scripts/check_env.py && docker compose {' '.join(CPU)} up -d vllm"),
         check=False,
