@@ -11,9 +11,14 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
+from evidence import bench as bench_module
+from evidence import plan
+from evidence.store import Store
+from servers import fleet as fleet_module
 from servers.processes import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -128,3 +133,31 @@ def stack(tmp_path):
     yield stack
     if (pid_file := tmp_path / "server.pid").exists():
         os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture
+def sleepers(tmp_path, monkeypatch):
+    """A fleet whose servers are processes that sleep; three of 4 GiB each and one of 8."""
+    made = [
+        fleet_module.Spec("g", name, "lru", 64, 1, "m", (), gib, fleet_module.EAGER)
+        for name, gib in (("a", 4), ("b", 4), ("c", 4), ("big", 8))
+    ]
+    folder, paths = tmp_path / "fleet", {"patched": "x"}
+    fleet = fleet_module.Fleet(made, folder, paths, {}, 12, first_port=free_port())
+
+    def sleep(command, **more):
+        return Popen([sys.executable, "-c", "import time; time.sleep(600)"], **more)
+
+    monkeypatch.setattr(fleet_module.subprocess, "Popen", sleep)
+    yield fleet
+    fleet.drop(*fleet.running)
+
+
+@pytest.fixture
+def bench(tmp_path, sleepers):
+    store = Store(tmp_path / "out", tmp_path / "state", {"started": "first"}, ["drill"])
+    sleepers.start(sleepers.specs[:1])
+    now = time.monotonic()
+    return bench_module.Bench(
+        sleepers, store, plan.REHEARSAL, now + 60, [], True, "drill", now + 60
+    )
