@@ -600,7 +600,7 @@ class DebtTest(unittest.TestCase):
     def test_credit_is_kept_up_to_a_pool_and_spent_in_parts(self):
         debt = policy_module.Debt(num_blocks=100, scan_limit=2)
         debt.taken = 3
-        debt.bill(5)
+        debt.bill(5, payable=True)
         self.assertEqual(debt.due(), 8 + 2 * policy_module.SAVED_SCANS)
         debt.repay(40)
         self.assertEqual((debt.owed, debt.due()), (0, 32))
@@ -608,8 +608,8 @@ class DebtTest(unittest.TestCase):
         debt.repay(32)
         self.assertEqual(debt.due(), 4)  # 100 + 8 - 40 - 32 - 32
         debt.save(1000)
-        debt.bill(1)
-        debt.repay(0)
+        debt.bill(1, payable=False)
+        self.assertEqual(debt.owed, 0)
         for _ in range(3):
             debt.repay(32)
         self.assertEqual(debt.due(), 4)  # of one pool: 100 - 3 * 32

@@ -647,11 +647,6 @@ class FreeLists:
         """The one object that stands for this word in this clock unit: memory, and `is`."""
         return self._same.setdefault(word, word)
 
-    def spare(self, num_blocks: int) -> bool:
-        """Whether so many victims can be had without reused blocks."""
-        counts = self.counts
-        return counts[SPENT] + counts[FIRST_LIST] + counts[FIRST_LIST + CONTINUING] >= num_blocks
-
     # -- blocks come and go -----------------------------------------------------------
 
     def take_out(self, block: Block, place: int) -> None:
@@ -1069,10 +1064,13 @@ class Debt:
         self._saved = self._most = num_blocks
         self._late = min(SAVED_BLOCKS, SAVED_SCANS * scan_limit)
 
-    def bill(self, num_blocks: int) -> None:
-        """A decision was made for `num_blocks` blocks: they and `taken` are owed."""
-        self.owed = num_blocks + self.taken
-        self.taken = 0
+    def bill(self, num_blocks: int, payable: bool) -> None:
+        """A decision gives `num_blocks` blocks: they and `taken` are owed, or else saved."""
+        owed, self.taken = num_blocks + self.taken, 0
+        if payable:
+            self.owed = owed
+        else:
+            self._saved = min(self._saved + owed, self._most)
 
     def save(self, blocks: int) -> None:
         """So many blocks were handed out, and nothing can be sorted for them now."""
@@ -1345,13 +1343,14 @@ class ComputeCachePolicy:
         lists.moved = False
         budget -= absorbed
         # Only sort a few where there is no need to touch reused blocks.
-        newly_sorted = self.order.sort(few if few < budget and lists.spare(num_blocks) else budget)
+        counts = lists.counts
+        spare = counts[SPENT] + counts[FIRST_LIST] + counts[FIRST_LIST + CONTINUING] >= num_blocks
+        newly_sorted = self.order.sort(few if spare and few < budget else budget)
         walked = self.order.choose(num_blocks, budget - newly_sorted)
         counters.inspected_blocks += absorbed + newly_sorted + walked
         counters.reordered_decisions += lists.moved
-        self.debt.bill(num_blocks)
-        if lists.ends[PLACES].next_free_block is lists.queue.fake_free_list_tail:
-            self.debt.repay(0)  # nothing is left to sort
+        unsorted = lists.ends[PLACES].next_free_block is not lists.queue.fake_free_list_tail
+        self.debt.bill(num_blocks, unsorted)
 
     def _tick(self, num_blocks: int) -> None:
         """The decision's clock unit, the guard's verdict, and the word of the blocks it gives."""
