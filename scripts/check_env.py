@@ -1,9 +1,12 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Check `.env` before `docker compose up`.
 
     python3 scripts/check_env.py [--env-file .env]
     python3 scripts/check_env.py --environ [--env-file /.env]    # in a container: what Compose
                                                                  # handed over, and the file
+    scripts/check_env.py compose ...                             # as Compose calls the provider
+                                                                 # of compose.guard.yaml
 
 Compose, a shell and python-dotenv read the same `.env` differently once it holds
 escapes, `$`, unbalanced quotes, trailing comments or CRLF. Rather than imitate
@@ -45,6 +48,7 @@ TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION"}
 BLANK_MEANS_SOMETHING = {"NUM_GPU_BLOCKS"}
 PORTS = {"API_PORT": "8000", "PROMETHEUS_PORT": "9090", "GRAFANA_PORT": "3000"}  # defaults
 POOL = {"MAX_MODEL_LEN": "1024", "NUM_GPU_BLOCKS": "128", "BLOCK_SIZE": "16"}
+CPU_POOL = {"NUM_GPU_BLOCKS": "64", "BLOCK_SIZE": "32"}  # of compose.cpu.yaml; the second is fixed
 RETENTION = re.compile(
     r"(?=\d)(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?"
 )
@@ -156,7 +160,12 @@ def check_values(values: Mapping[str, str | None]) -> list[str]:
             continue
         if fault := check_setting(name, value):
             faults.append(f"{name}={value!r} {fault}")
-    return faults + check_ports(values) + check_pool(values)
+    return faults
+
+
+def check_together(values: Mapping[str, str | None]) -> list[str]:
+    """Faults of values that do not go together, with the defaults of what is not set."""
+    return check_ports(values) + check_pool(values)
 
 
 def check_ports(values: Mapping[str, str | None]) -> list[str]:
@@ -172,6 +181,8 @@ def check_ports(values: Mapping[str, str | None]) -> list[str]:
 
 def check_pool(values: Mapping[str, str | None]) -> list[str]:
     """Faults of a longest request that vLLM would not start with; one block is never handed out."""
+    if "compose.cpu.yaml" in (values.get("COMPOSE_FILE") or ""):
+        values = CPU_POOL | {k: v for k, v in values.items() if k != "BLOCK_SIZE"}
     sizes = [values.get(name, default) or "" for name, default in POOL.items()]
     if not all(re.fullmatch(r"[0-9]{1,10}", size) for size in sizes):
         return []  # blank blocks mean the whole GPU; anything else is a fault of its own
@@ -297,8 +308,39 @@ def warnings_for(values: Mapping[str, str | None], path: Path) -> list[str]:
     return warnings
 
 
+def check_file(path: Path) -> tuple[dict[str, str | None], list[str]]:
+    """Values and faults of a file. Raises OSError when it cannot be read."""
+    values, faults = read_lines(path.read_bytes())
+    return values, faults + check_values(values)
+
+
+def check_environ(found_already: list[str]) -> list[str]:
+    """Faults of what Compose handed over, but for those that the file has shown."""
+    values = {k: v for k, v in os.environ.items() if k in KNOWN or k == "COMPOSE_FILE"}
+    faults = check_values(values) + check_together(values)
+    return [f"{fault} (as Compose read it)" for fault in faults if fault not in found_already]
+
+
+def provide(arguments: list[str]) -> int:
+    """Answer Compose, in the folder of compose.yaml: `up` goes on unless there is a fault."""
+    if "up" not in arguments:
+        return 0
+    try:
+        _, faults = check_file(Path(".env"))
+        faults += check_mounts(Path()) + check_environ(faults)
+    except OSError as error:
+        faults = [f".env: {error.strerror}"]
+    if faults:
+        message = "\n".join(f"check_env: {fault}" for fault in faults)
+        print(json.dumps({"type": "error", "message": message}))
+    return 1 if faults else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 accepted, 1 refused, 2 could not be read."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compose"]:
+        return provide(argv)
     parser = argparse.ArgumentParser(description="Check .env before docker compose up.")
     parser.add_argument("--env-file", type=Path, metavar="FILE", help="default: .env")
     parser.add_argument(
@@ -314,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
     path = args.env_file or (None if args.environ else Path(".env"))
     if path is not None:
         try:
-            data = path.read_bytes()
+            values, faults = check_file(path)
         except OSError as error:
             print(
                 f"check_env: {path}: {error.strerror}. "
@@ -322,16 +364,17 @@ def main(argv: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-        values, faults = read_lines(data)
-        faults += check_values(values)
         checked.append(str(path))
         if not args.environ:
-            faults += check_compose_file(values, path.parent) + check_mounts(path.parent)
+            faults += (
+                check_together(values)
+                + check_compose_file(values, path.parent)
+                + check_mounts(path.parent)
+            )
             faults += check_shell(values, os.environ)
             warnings = warnings_for(values, path)
     if args.environ:
-        found = check_values({k: v for k, v in os.environ.items() if k in KNOWN})
-        faults += [f"{fault} (as Compose read it)" for fault in found if fault not in faults]
+        faults += check_environ(faults)
         checked.append("environment")
 
     for fault in faults:

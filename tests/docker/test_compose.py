@@ -309,4 +309,5 @@ class TestWithCompose:
         assert was["environment"].items() <= vllm["environment"].items()
         assert vllm["healthcheck"]["test"] == was["healthcheck"]["test"]
         lost = {word.partition("=")[0] for word in set(was["command"]) - set(vllm["command"])}
-        assert lost == {"Qwen/Qwen3-0.6B", "--block-size", "--gpu-memory-utilization"}
+        sizes = {"--block-size", "--num-gpu-blocks-override", "--gpu-memory-utilization"}
+        assert lost == {"Qwen/Qwen3-0.6B", *sizes}

@@ -193,6 +193,20 @@ def test_compose_files_that_are_there_and_begin_with_ours_are_obeyed_and_said(tm
     ]
 
 
+def test_the_pool_of_the_stack_without_a_gpu_has_blocks_of_32_tokens(tmp_path):
+    """Whatever BLOCK_SIZE says; 64 blocks of 16 tokens would be too few for the default length."""
+    text = GOOD + "NUM_GPU_BLOCKS=64\nBLOCK_SIZE=16\n"
+    (tmp_path / "compose.cpu.yaml").touch()
+    assert "1008 tokens" in run(write(tmp_path, text))[1]["faults"][0]
+    text += "COMPOSE_FILE=compose.yaml:compose.cpu.yaml\n"
+    path = write(tmp_path, text)
+    for name in ("monitoring", "scripts"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    (tmp_path / "compose.yaml").touch()
+    assert run(path)[0] == 0
+    assert "2016 tokens" in run(write(tmp_path, text + "MAX_MODEL_LEN=2017\n"))[1]["faults"][0]
+
+
 def test_files_that_a_container_could_not_read_are_refused_with_the_command(tmp_path):
     path = write(tmp_path, GOOD)
     for name in ("monitoring", "scripts"):
@@ -244,6 +258,44 @@ def test_environ_checks_what_compose_handed_over(monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert "COMPUTECACHE_MODE='lru\\r' must be lru or active" in errors
     assert "VLLM_API_KEY holds a space or an invisible character" in errors
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "fault"),
+    [
+        (GOOD, {}, None),
+        (GOOD, {"COMPUTECACHE_MODE": "lru"}, None),
+        (GOOD, {"COMPUTECACHE_MODE": "turbo"}, "COMPUTECACHE_MODE='turbo' must be lru or active"),
+        (GOOD + "COMPUTECACHE_SCANLIMIT=8\n", {}, "COMPUTECACHE_SCANLIMIT='8' is no setting"),
+        (None, {}, ".env: No such file or directory"),
+    ],
+)
+def test_as_a_provider_of_compose_it_ends_up_with_its_faults(tmp_path, text, environ, fault):
+    """What Compose calls: `up` in the folder with what it read as the environment."""
+    program = REPO / "scripts/check_env.py"
+    if text is not None:
+        write(tmp_path, text)
+    secrets = {"VLLM_API_KEY": KEY, "GRAFANA_ADMIN_PASSWORD": PASSWORD}
+
+    def call(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [program, "compose", "--project-name=x", *words, "guard"],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"]} | secrets | environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = call("up")
+    if fault is None:
+        assert (done.returncode, done.stdout) == (0, "")
+    else:
+        answer = json.loads(done.stdout)
+        assert (done.returncode, answer["type"]) == (1, "error")
+        assert fault in answer["message"]
+        assert KEY not in done.stdout
+    assert call("down").returncode == 0, "what is refused can still be taken down"
 
 
 def shell_values(path: Path) -> dict[str, str]:

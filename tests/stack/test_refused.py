@@ -48,6 +48,25 @@ def test_each_env_that_check_env_refuses_is_stopped_before_vllm_is_touched(servi
     assert start(serving, *CPU).returncode == 0, "the good file is stopped as well"
 
 
+def test_with_the_guard_up_itself_leaves_the_old_server_when_env_is_refused(serving):
+    """compose.guard.yaml; COMPOSE_FILE has no effect beside -f, which is what Compose is given."""
+    guarded = ("docker", "compose", *CPU, "-f", "compose.guard.yaml", "up", "-d", "vllm")
+    before = serving.container("vllm")
+    texts = {name: text for name, (text, _) in cases.BAD.items() if "COMPOSE_FILE" not in text}
+    texts["another mode than the file's"] = cases.GOOD
+    for name, text in texts.items():
+        serving.write_env(text)
+        shell = {"COMPOSE_PROJECT_NAME": serving.name}
+        if text == cases.GOOD:
+            shell["COMPUTECACHE_MODE"] = "turbo"
+        done = serving.run(*guarded, check=False, **shell)
+        assert done.returncode != 0, name
+        assert serving.container("vllm") == before, name
+    assert "COMPUTECACHE_MODE='turbo' must be lru or active" in done.stderr
+    serving.write_env()
+    serving.run(*guarded)  # accepted, and nothing has changed
+
+
 def test_compose_obeys_what_check_env_refuses_of_a_shell(serving):
     """Each variable does something to what would be started, and check_env names it."""
     serving.write_env(COMPUTECACHE_MODE="lru")
