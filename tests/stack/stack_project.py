@@ -117,8 +117,13 @@ class Project:
         return wait_for(f"{text!r} in the log of {service}", log, timeout_s)
 
     def container(self, service: str) -> str:
-        """Return the id of a service's container, running or not; "" when there is none."""
-        return self.compose("ps", "-a", "-q", service).stdout.strip()
+        """Return the id of a service's container, running or not; "" when there is none.
+
+        Asked of the engine: Compose does not answer with a bad .env.
+        """
+        labels = {"project": self.name, "service": service, "oneoff": "False"}
+        filters = [f"--filter=label=com.docker.compose.{k}={v}" for k, v in labels.items()]
+        return self.run("docker", "ps", "-aq", "--no-trunc", *filters).stdout.strip()
 
     def inspect(self, service: str) -> dict:
         return json.loads(self.run("docker", "inspect", self.container(service)).stdout)[0]
