@@ -198,7 +198,7 @@ class PrivateEngine:
         if others := other_engines():
             # It would rewrite the packet filter's chains that the other one's ports need.
             raise NoEngine(
-                f"another dockerd runs (process {others[0]}) but does not answer: end it"
+                f"another dockerd runs (process {others[0]}), perhaps of other tests: let it end"
             )
         (self.folder / "daemon.json").write_text("{}\n")  # not the machine's own settings
         log = (self.folder / "dockerd.log").open("wb")
