@@ -11,12 +11,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import httpx
-
 from evidence.plan import Sizes
 from evidence.store import Store
 from servers.fleet import Fleet, Running
 from servers.processes import alive
+from serving import http
 from serving.client import Client
 from serving.console import progress
 from serving.options import add_workload_options
@@ -120,9 +119,9 @@ class Live:
 
     async def reset(self) -> None:
         """Empty the prefix cache; what the policy learned goes with it."""
-        async with httpx.AsyncClient(base_url=self.client.base_url, timeout=30) as http:
+        async with http.async_client(self.client.base_url, timeout_s=30) as client:
             for _ in range(100):  # blocks of the last request are freed a moment after its end
-                answer = await http.post("/reset_prefix_cache")
+                answer = await client.post("/reset_prefix_cache")
                 answer.raise_for_status()
                 if answer.json()["success"]:
                     return

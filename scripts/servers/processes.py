@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from serving import http
+
 STOP_TIMEOUT_S = 20
 
 
@@ -66,7 +68,7 @@ def reap(pid: int) -> None:
 def healthy(base_url: str) -> bool:
     """Whether a server answers /health with success, within 2 seconds."""
     try:
-        return httpx.get(f"{base_url}/health", timeout=2).is_success
+        return http.get(f"{base_url}/health", timeout_s=2).is_success
     except httpx.TransportError:
         return False
 

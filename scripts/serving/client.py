@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 from dotenv import dotenv_values
 
+from serving import http
 from serving.metrics import MetricsError, PrefixCounters, prefix_counters
 from serving.requests import Request, Result, WorkloadError
 
@@ -27,7 +28,10 @@ def read_api_key(env_file: Path = Path(".env")) -> str | None:
 
 
 class Client:
-    """One server. `headers` go with every request (never printed: one holds the API key)."""
+    """One server. `headers` go with every request (never printed: one holds the API key).
+
+    Raises WorkloadError when the address or the proxy settings cannot be used.
+    """
 
     def __init__(
         self,
@@ -43,12 +47,7 @@ class Client:
             headers["X-data-parallel-rank"] = str(data_parallel_rank)
         self.base_url = base_url.rstrip("/")
         self._model = model
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=headers,
-            timeout=timeout_s,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )
+        self._http = http.async_client(self.base_url, headers=headers, timeout_s=timeout_s)
 
     async def __aenter__(self) -> Client:
         return self

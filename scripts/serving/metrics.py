@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving import http
+
 POLICY_SETTINGS = (
     "scan_limit",
     "reuse_weight",
@@ -87,9 +89,12 @@ def policy_state(text: str) -> dict:
 
 
 def fetch(url: str, timeout_s: float = 10) -> str:
-    """GET a metrics page. Raises MetricsError naming the address when it does not answer 200."""
+    """GET a metrics page. Raises MetricsError naming the address when it does not answer 200.
+
+    WorkloadError when the address or the proxy settings cannot be used.
+    """
     try:
-        response = httpx.get(url, timeout=timeout_s)
+        response = http.get(url, timeout_s)
         response.raise_for_status()
     except httpx.HTTPError as error:
         raise MetricsError(f"{url}: {error or type(error).__name__}") from error
@@ -101,7 +106,11 @@ def compose_fetch(compose: list[str], service: str, port: int) -> Callable[[], s
 
     `compose` is the command line up to and including its own options.
     """
-    program = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{port}/metrics', timeout=10).read().decode())"  # noqa: E501
+    # Past any proxy: the container may have HTTP_PROXY from the engine's settings.
+    program = (
+        "import urllib.request as u; o = u.build_opener(u.ProxyHandler({})); "
+        f"print(o.open('http://127.0.0.1:{port}/metrics', timeout=10).read().decode())"
+    )
 
     def read() -> str:
         command = [*compose, "exec", "-T", service, "python3", "-c", program]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable
 
 from serving import shapes
@@ -30,20 +31,28 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     add("--survival", type=numbers, default=[], help="then floods of these lengths, e.g. 1,2,4")
     add("--max-tokens", type=positive, default=4, help="tokens to generate for each prompt")
     add("--prefixes", type=positive, default=4, help="hot prefixes (zipf) or sessions")
-    add("--zipf-exponent", type=float, default=1.0)
-    add("--hot-share", type=float, default=0.5, help="share of zipf requests with a hot prefix")
+    add("--zipf-exponent", type=finite, default=1.0)
+    add("--hot-share", type=finite, default=0.5, help="share of zipf requests with a hot prefix")
     add("--turns", type=positive, default=4, help="turns of a session")
     add("--turn-tokens", type=positive, default=32, help="tokens each turn or question adds")
-    add("--think-s", type=float, default=0.0, help="seconds between answer and next turn")
+    add("--think-s", type=finite, default=0.0, help="seconds between answer and next turn")
     add("--trace", type=trace_file, help="in the public Mooncake form (.jsonl or .jsonl.gz)")
-    add("--trace-speed", type=float, default=1.0, help="times faster than recorded; 0: no waiting")
+    add("--trace-speed", type=finite, default=1.0, help="times faster than recorded; 0: no waiting")
     add("--trace-block-tokens", type=positive, default=512, help="tokens each hash id stands for")
     add("--concurrency", type=positive, default=1, help="requests in flight at most")
-    add("--arrivals", type=float, help="one-use prompts a second, Poisson (default: no waiting)")
+    add("--arrivals", type=finite, help="one-use prompts a second, Poisson (default: no waiting)")
     add("--max-requests", type=positive, help="cut the plan after this many")
-    add("--max-seconds", type=float, default=600.0, help="start no request after this time")
-    add("--request-timeout", type=float, default=120.0, help="seconds without a byte")
+    add("--max-seconds", type=finite, default=600.0, help="start no request after this time")
+    add("--request-timeout", type=finite, default=120.0, help="seconds without a byte")
     add("--seed", type=int, default=0)
+
+
+def parse_workload(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parse a command line with these options; what cannot be sent is refused before any server."""
+    options = parser.parse_args(argv)
+    if options.shape == "trace" and options.trace is None:
+        parser.error("--shape trace needs --trace FILE")
+    return options
 
 
 def workload_settings(options: argparse.Namespace) -> dict:
@@ -62,6 +71,13 @@ def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def finite(text: str) -> float:
+    """Parse a number that a record can hold: not inf, not nan."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number: give a large one for no limit")
     return value
 
 
@@ -158,8 +174,6 @@ SHAPES = {"pressure": _pressure, "zipf": _zipf, "sessions": _sessions}
 def _trace(
     options: argparse.Namespace, prompts: Prompts, max_model_len: int
 ) -> tuple[list[Request], int]:
-    if options.trace is None:
-        raise WorkloadError("--shape trace needs --trace FILE")
     return shapes.trace(
         prompts,
         options.trace.rows,

@@ -11,11 +11,11 @@ import sys
 import time
 from functools import partial
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from evidence.bench import Bench, Full, Live, connected, fill, order_of_round
 from evidence.plan import Sizes
+from serving import http
 from serving.console import progress
 from serving.files import REPO
 from serving.metrics import MetricsError, fetch
@@ -81,9 +81,9 @@ async def _decode(live: Live, sizes: Sizes, number: int) -> dict:
     url = f"{live.client.base_url}/metrics"
     first_policy, before = live.policy(), metric_sums(fetch(url), DECODE)
     wanted = before[DECODE[1]] + sizes.cost_requests
-    async with httpx.AsyncClient(base_url=live.client.base_url, timeout=120) as http:
+    async with http.async_client(live.client.base_url, timeout_s=120) as client:
         started = time.perf_counter()
-        answer = await http.post("/v1/completions", json=body)
+        answer = await client.post("/v1/completions", json=body)
         wall_s = time.perf_counter() - started
         answer.raise_for_status()
     for _ in range(200):
