@@ -26,7 +26,7 @@ from drills.session import Session, exit_code_of, open_session
 from drills.verdict import judge
 from drills.visit import Mode, Role
 from serving.console import say
-from serving.options import add_workload_options, positive, workload_settings
+from serving.options import add_workload_options, parse_workload, positive, workload_settings
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 5, "control_requests": 4, "survival": [1, 2, 3, 4]}
 
@@ -96,7 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--candidate-policy-url", action="append", help="its policy metrics, once an engine")
     add_workload_options(command)
     command.set_defaults(**DEFAULTS, seed=None)
-    options = parser.parse_args(argv)
+    options = parse_workload(parser, argv)
     if options.promote and options.target != "compose":
         parser.error("--promote is for --target compose")
     if options.seed is None:

@@ -16,7 +16,7 @@ import sys
 
 from serving.client import Client, read_api_key
 from serving.metrics import MetricsError
-from serving.options import add_workload_options, natural
+from serving.options import add_workload_options, natural, parse_workload
 from serving.press import press, read_policy
 from serving.requests import Result, WorkloadError
 from serving.summary import Report
@@ -58,14 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="served model name (default: what the server lists first)")
     parser.add_argument("--data-parallel-rank", type=natural, help="the engine to send all to")
     add_workload_options(parser)
-    options = parser.parse_args(argv)
+    options = parse_workload(parser, argv)
     try:
         report = asyncio.run(_run(options))
     except (WorkloadError, MetricsError) as error:
         print(f"prefix_pressure: {error}", file=sys.stderr)
         return 2
     shown = {name: value for name, value in report.items() if name != "results"}
-    print(json.dumps(shown, indent=1))
+    print(json.dumps(shown, indent=1, allow_nan=False))
     for problem in report["problems"]:
         print(f"could not tell: {problem}", file=sys.stderr)
     if report["failures"]:

@@ -23,12 +23,12 @@ from rich.table import Table
 
 from drills.checks import UNKNOWN, never_lost
 from drills.options import add_drill_options, limits
+from drills.record import write_record
 from drills.session import Session, exit_code_of, open_session
 from drills.verdict import ACCEPT, INCONCLUSIVE, judge, judge_lru
 from servers.embedded import BLOCK_SIZE
 from serving.console import say
-from serving.files import replace_file
-from serving.options import add_workload_options, numbers, workload_settings
+from serving.options import add_workload_options, numbers, parse_workload, workload_settings
 from serving.summary import Report
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 7, "hot_tokens": None}
@@ -126,10 +126,10 @@ def run(options: argparse.Namespace) -> int:
             "settings": workload_settings(options),
             **left,
         }
-        replace_file(options.out / "scan_limit.json", json.dumps(record, indent=1))
+        write_record(options.out / "scan_limit.json", record)
         tuning.close(left, whole.outcome)
     print_table(rows, chosen)
-    print(json.dumps(record))
+    print(json.dumps(record, allow_nan=False))
     sys.stdout.flush()
     for reason in whole.reasons if whole.exit_code else []:
         say(reason)
@@ -148,7 +148,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limits", type=numbers, default=[16, 32, 64], help="limits to try")
     add_workload_options(parser)
     parser.set_defaults(**DEFAULTS, blocks=128, max_model_len=2048)
-    options = parser.parse_args(argv)
+    options = parse_workload(parser, argv)
     if not options.limits or max(options.limits) > 4096:
         parser.error("--limits: numbers from 1 to 4096, separated by commas")
     if options.hot_tokens is None:

@@ -37,8 +37,24 @@ def _values(pairs: list[dict], side: str, kinds: set[str], name: str) -> np.ndar
     return np.array([row + [np.nan] * (width - len(row)) for row in rows], dtype=float)
 
 
+def _with_both(
+    pairs: list[dict], kinds: set[str], name: str
+) -> tuple[list[dict], np.ndarray, np.ndarray]:
+    """Return the pairs in which both sides have a value, and those values, a row a pair.
+
+    Where the plan was cut off, the later repetitions lack the kinds that come late.
+    """
+    base, cand = (_values(pairs, side, kinds, name) for side in ("baseline", "candidate"))
+    both = np.isfinite(base).any(axis=1) & np.isfinite(cand).any(axis=1)
+    return [pair for pair, whole in zip(pairs, both, strict=True) if whole], base[both], cand[both]
+
+
 def _resample(count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def _count(values: np.ndarray) -> int:
+    return int(np.isfinite(values).sum())
 
 
 def _interval(samples: np.ndarray) -> list[float]:
@@ -49,33 +65,39 @@ def _interval(samples: np.ndarray) -> list[float]:
 def kept_difference(pairs: list[dict]) -> dict:
     """Tokens a request finds in the cache: both means, their difference and its interval.
 
-    Of the hot replays where there are any, else of all requests.
+    Of the hot replays where there are any, else of all requests. Without a pair to compare all
+    but "pairs", which is 0, are None.
     """
     kinds = {r["kind"] for pair in pairs for r in pair["baseline"]}
     kinds = kinds & {"hot_replay"} or kinds
-    base = np.nanmean(_values(pairs, "baseline", kinds, "cached_tokens"), axis=1)
-    cand = np.nanmean(_values(pairs, "candidate", kinds, "cached_tokens"), axis=1)
+    compared, base_values, cand_values = _with_both(pairs, kinds, "cached_tokens")
+    if not compared:
+        names = ("baseline_mean", "candidate_mean", "difference_mean", "difference_interval")
+        return {**dict.fromkeys(names), "pairs": 0}
+    base, cand = np.nanmean(base_values, axis=1), np.nanmean(cand_values, axis=1)
     difference = cand - base
     return {
         "baseline_mean": round(float(base.mean()), 2),
         "candidate_mean": round(float(cand.mean()), 2),
         "difference_mean": round(float(difference.mean()), 2),
         "difference_interval": _interval(difference[_resample(len(difference))].mean(axis=1)),
-        "pairs": len(pairs),
+        "pairs": len(compared),
     }
 
 
 def ttft_ratios(pairs: list[dict], baselines: list[Report], kind: str) -> dict | None:
-    """Candidate over baseline p50, p95 and p99 of a kind's TTFT; None when it was not sent.
+    """Candidate over baseline p50, p95 and p99 of a kind's TTFT; None when no pair has it.
 
+    Of the pairs of repetitions in which both sides have it: "pairs" says how many.
     "slowest_baseline_ms" is the largest of the single lru visits' percentiles: what lru itself
     can look like on this machine.
     """
-    base, cand = (_values(pairs, side, {kind}, "ttft_ms") for side in ("baseline", "candidate"))
-    if not base.size or not cand.size:
+    compared, base, cand = _with_both(pairs, {kind}, "ttft_ms")
+    if not compared:
         return None
-    pick = _resample(len(pairs))
-    answer: dict = {"samples": {"baseline": base.size, "candidate": cand.size}}
+    pick = _resample(len(compared))
+    counts = {"baseline": _count(base), "candidate": _count(cand)}
+    answer: dict = {"samples": counts, "pairs": len(compared)}
     for name, percentile in PERCENTILES.items():
 
         def of(values: np.ndarray, axis: int | None = None, p: int = percentile) -> np.ndarray:

@@ -170,8 +170,11 @@ def pressure(reports: list[Report]) -> Check:
     return make_check("pressure", PASS, f"lru lost {lost} of {warm} hot tokens under the flood")
 
 
-def kept(numbers: dict, hot: bool) -> Check:
+def kept(numbers: dict, hot: bool, limits: Limits) -> Check:
     """Did the candidate find more tokens in the cache, with confidence? `hot`: in hot replays."""
+    if numbers["pairs"] < limits.min_samples:
+        what = "a hot replay" if hot else "an answer"
+        return make_check("kept", UNKNOWN, _too_few(what, numbers["pairs"], limits))
     low, high = numbers["difference_interval"]
     text = (
         f"tokens found in the cache by a {'hot replay' if hot else 'request'}: "
@@ -186,8 +189,19 @@ def kept(numbers: dict, hot: bool) -> Check:
     return make_check("kept", FAIL, f"{text}: no more than lru")
 
 
-def ttft(kind: str, numbers: dict, limits: Limits) -> Check:
-    """Is p95 of a kind within the budget, or not clearly worse than lru's?"""
+def _too_few(what: str, pairs: int, limits: Limits) -> str:
+    return (
+        f"{pairs} pairs of repetitions have {what} in both modes, {limits.min_samples} needed: "
+        "raise --max-requests or give --repeats"
+    )
+
+
+def ttft(kind: str, numbers: dict, limits: Limits, hot: bool) -> Check:
+    """Is p95 of a kind within the budget, or not clearly worse than lru's?
+
+    `hot`: whether every repetition should have the kind. A stream may have it in its first parts
+    alone, as it has the first turns of sessions: too few to compare, and no fault.
+    """
     p95 = numbers["p95"]
     low, high = p95["ratio_interval"]
     text = f"{JUDGED_KINDS[kind]} TTFT p95: candidate {p95['candidate_ms']:.1f} ms"
@@ -195,6 +209,9 @@ def ttft(kind: str, numbers: dict, limits: Limits) -> Check:
     if limits.ttft_p95_budget_ms is not None:
         status = PASS if p95["candidate_ms"] <= limits.ttft_p95_budget_ms else FAIL
         return make_check(name, status, f"{text}, budget {limits.ttft_p95_budget_ms:g} ms")
+    if numbers["pairs"] < limits.min_samples:
+        few = _too_few(f"a {JUDGED_KINDS[kind]} request", numbers["pairs"], limits)
+        return make_check(name, UNKNOWN if hot else PASS, f"{text}, not judged: {few}")
     text += (
         f", lru {p95['baseline_ms']:.1f} ms (ratio {p95['ratio']:.2f}, {CONFIDENCE_PERCENT}% "
         f"interval {low:.2f} to {high:.2f}; allowed {1 + limits.ttft_regression:.2f})"

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stack of compose.yaml as a target: one service, switched by lines of its `.env`."""
+"""The stack of compose.yaml as a target: one service, switched by the environment of `up`.
+
+`.env` says lru throughout, so that any `docker compose up` after a drill that was killed goes back
+to lru. Only a promotion writes it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,17 +27,19 @@ from serving.metrics import compose_fetch, policy_state
 
 SERVICE = "vllm"
 MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
-POLICY_PORT = 8001
+API_PORT, POLICY_PORT = 8000, 8001  # in the container
+ENV_LINE = "env_line"  # of a promotion's state: the line that it replaces in .env
 
 
 class ComposeTarget(Target):
-    """The stack of compose.yaml: the mode is one line of `.env`, a visit recreates one service."""
+    """The stack of compose.yaml: a visit recreates one service in a mode, `.env` stays as it is."""
 
     name = "compose"
     restarts = True
 
     def __init__(self, folder: Path, save: Save, *, ready_timeout_s: int) -> None:
         self._env_file, self._save, self._ready_timeout_s = folder / ".env", save, ready_timeout_s
+        self._promotes_from: dict = {}  # what a promotion changes, once one has begun
         if shutil.which("docker") is None:
             raise TargetError("--target compose needs `docker` on PATH")
         if not self._env_file.is_file():
@@ -46,39 +52,46 @@ class ComposeTarget(Target):
                     "out here, your own `docker compose` would see it: unset it",
                     file=sys.stderr,
                 )
-        data = self._env_file.read_bytes()
-        found = {name: setting_line(data, name) for name in (MODE, SCAN_LIMIT)}
-        self._lines: dict[str, str | None] = {
-            name: None if line is None else line.decode() for name, line in found.items()
-        }
-        port = dotenv_values(self._env_file).get("API_PORT") or "8000"
-        self.base_url = f"http://127.0.0.1:{port}"
+
+    def begin(self) -> None:
+        """Refuse a `.env` that a later `docker compose up` would not go back to lru with."""
+        setting_line(self._env_file.read_bytes(), MODE)  # EnvFileError: it is there twice
+        mode = dotenv_values(self._env_file).get(MODE)
+        if mode not in (None, "", "lru"):
+            raise TargetError(
+                f"{MODE}={mode} in {self._env_file}: a canary begins in lru and has to find it "
+                f"there afterwards. Write {MODE}=lru, `docker compose up -d --wait {SERVICE}`, and "
+                "run this again"
+            )
 
     @contextmanager
     def visit(self, role: Role, mode: Mode, number: int, scan_limit: int | None) -> Iterator[Site]:
-        self._save(env_lines=self._lines)
-        lines = {MODE: f"{MODE}={mode}"}
-        if scan_limit is not None:
-            lines[SCAN_LIMIT] = f"{SCAN_LIMIT}={scan_limit}"
-        self._switch(lines)
+        limit = {} if scan_limit is None else {SCAN_LIMIT: str(scan_limit)}
+        self._up({MODE: mode} | limit)
         read = compose_fetch(self._compose, SERVICE, POLICY_PORT)
-        yield Site(self.base_url, lambda: policy_state(read()))
+        yield Site(self._address(), lambda: policy_state(read()))
 
     def leave_in_lru(self) -> str:
-        """Give `.env` its bytes back (with lru, if it said otherwise) and recreate the service."""
-        self.recover({"env_lines": self._lines})
+        """Recreate the service in lru; a promotion that failed is taken out of `.env` again."""
+        self._up({MODE: "lru"})
+        self._take_back_promotion(self._promotes_from)
         return f"the {SERVICE} service runs with {MODE}=lru"
 
     def recover(self, state: dict) -> None:
-        """Put back the lines that a killed drill changed, mode lru, and recreate the service."""
-        lines = dict(state.get("env_lines", self._lines))
-        if lines[MODE] is not None and value_of(lines[MODE]) != "lru":
-            lines[MODE] = f"{MODE}=lru"
-        self._switch(lines)
+        """Bring the service back to lru, and `.env` where a drill was killed while promoting."""
+        self._take_back_promotion(state)
+        self.begin()
+        self._up({MODE: "lru"})
 
     def promote(self) -> None:
-        """Leave the stack in active: the only place that does."""
-        self._switch(self._lines | {MODE: f"{MODE}=active"})
+        """Leave the stack in active, and `.env` too: the only place that does."""
+        data, active = self._env_file.read_bytes(), f"{MODE}=active".encode()
+        line = setting_line(data, MODE)
+        with_setting_line(data, MODE, active)  # EnvFileError before anything is switched
+        self._promotes_from = {ENV_LINE: None if line is None else line.decode()}
+        self._save(**self._promotes_from)
+        self._up({MODE: "active"})
+        self._write_line(active)
 
     def identity(self) -> Identity:
         gpu = self._docker(
@@ -89,20 +102,52 @@ class ComposeTarget(Target):
         image = self._docker("images", "-q", SERVICE, check=False)
         return {"gpu": gpu.strip() or "unknown", "image": image.strip() or "unknown"}
 
-    def _switch(self, lines: Mapping[str, str | None]) -> None:
-        data = changed = self._env_file.read_bytes()
-        for name, line in lines.items():
-            changed = with_setting_line(changed, name, None if line is None else line.encode())
-        if changed != data:
+    def _take_back_promotion(self, state: dict) -> None:
+        line = state.get(ENV_LINE)
+        if ENV_LINE in state and (line is None or isinstance(line, str)):
+            self._write_line(None if line is None else line.encode())
+
+    def _write_line(self, line: bytes | None) -> None:
+        data = self._env_file.read_bytes()
+        changed = with_setting_line(data, MODE, line)
+        if changed == data:
+            return
+        try:
             replace_file(self._env_file, changed)
+        except OSError as error:
+            shown = f"without a line {MODE}" if line is None else f"with {line.decode()}"
+            raise TargetError(
+                f"{self._env_file} cannot be written {shown} ({error.strerror}): make room and "
+                "write access there"
+            ) from error
+
+    def _address(self) -> str:
+        """Return where Compose published the service's port: it may come from .env or a shell."""
+        remedy = f'publish it: ports: ["127.0.0.1:8000:{API_PORT}"] of {SERVICE} in compose.yaml'
+        try:
+            found = self._docker("port", SERVICE, str(API_PORT)).split()
+        except TargetError as error:
+            raise TargetError(f"{error}; {remedy}") from error
+        host, _, port = found[0].rpartition(":") if found else ("", "", "")
+        if not port.isdecimal() or int(port) == 0:
+            raise TargetError(f"port {API_PORT} of {SERVICE} is on no port of this host: {remedy}")
+        everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+        return f"http://{everywhere.get(host, host)}:{port}"
+
+    def _up(self, settings: dict[str, str]) -> None:
         # Recreated even when nothing changed: every visit starts with an empty cache.
         self._docker(
             *("up", "-d", "--force-recreate", "--wait"),
             *("--wait-timeout", str(self._ready_timeout_s), SERVICE),
+            settings=settings,
         )
 
-    def _docker(self, *arguments: str, check: bool = True) -> str:
+    def _docker(
+        self, *arguments: str, check: bool = True, settings: dict[str, str] | None = None
+    ) -> str:
+        # What is in the environment wins over .env, where Compose finds the other settings.
         env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")}
+        env |= settings or {}
         command = [*self._compose, *arguments]
         # Signals wait while docker starts: interrupted there, it would go on, known to nobody,
         # beside the one that restores lru.
@@ -129,8 +174,3 @@ class ComposeTarget(Target):
         if check and process.returncode:
             raise TargetError(f"`{' '.join(command)}` failed: {errors.strip()[-600:]}")
         return output if process.returncode == 0 else ""
-
-
-def value_of(line: str) -> str:
-    """Return a `.env` line's value as a shell or Compose would read it, in lower case."""
-    return line.partition("=")[2].strip().strip("\"'").strip().lower()

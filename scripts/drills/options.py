@@ -11,7 +11,7 @@ from drills.compose import ComposeTarget
 from drills.targets import EmbeddedTarget, Save, Target, TargetError, UrlTarget
 from servers.tiny_model import make_model
 from serving.files import REPO
-from serving.options import positive
+from serving.options import finite, positive
 
 
 def limits(options: argparse.Namespace) -> Limits:
@@ -42,7 +42,7 @@ def add_drill_options(parser: argparse.ArgumentParser, targets: tuple[str, ...])
     add("--blocks", type=positive, default=64, help="embedded: blocks of 32 tokens in the pool")
     add("--max-model-len", type=positive, default=1024, help="embedded: longest request in tokens")
     add("--ttft-regression", type=share, help="p95 TTFT allowed above lru's (5%%; embedded 200%%)")
-    add("--ttft-p95-budget-ms", type=float, help="instead: no p95 TTFT above this")
+    add("--ttft-p95-budget-ms", type=finite, help="instead: no p95 TTFT above this")
     add("--min-samples", type=positive, default=5, help="pairs of repetitions needed")
 
 

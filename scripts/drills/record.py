@@ -14,9 +14,29 @@ from typing import Literal
 from drills.checks import JUDGED_KINDS, never_lost, reports_of, served_tokens
 from drills.verdict import Verdict
 from drills.visit import Role, Visit
-from serving.files import REPO
+from serving.files import REPO, replace_file
 
 SCHEMA_VERSION = 1
+
+
+class RecordError(RuntimeError):
+    """What a drill has to keep cannot be written or read; the message says what to do."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"{path}: {error.strerror or error}: make room and write access there, or give "
+            "another folder as --out, and run this again"
+        )
+
+
+def write_record(path: Path, content: dict | str) -> None:
+    """Write a drill's file in one step, a dict as strict JSON. RecordError when it cannot be."""
+    if not isinstance(content, str):
+        content = json.dumps(content, indent=1, allow_nan=False)
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise RecordError(path, error) from error
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from html import escape
 from pathlib import Path
@@ -12,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from drills import plots
-from drills.record import complete, release_record
+from drills.record import complete, release_record, write_record
 from drills.verdict import ACCEPT, INCONCLUSIVE, REJECT, Verdict
 from drills.visit import Visit
-from serving.files import replace_file
 
 ADVICE = {
     ACCEPT: "active kept what lru lost and was not clearly slower. Promote it "
@@ -156,13 +154,13 @@ def _facts(canary: dict) -> list[tuple[str, object]]:
 def write_reports(out: Path, visits: list[Visit], record: dict, verdict: Verdict) -> dict[str, str]:
     """Write the three files, print the table on stderr; returns the files' paths."""
     canary = complete(visits, record, verdict)
-    contents = {
-        "canary.json": json.dumps(canary, indent=1),
-        "release.json": json.dumps(release_record(canary), indent=1),
+    contents: dict[str, dict | str] = {
+        "canary.json": canary,
+        "release.json": release_record(canary),
         "canary.html": html(canary, visits),
     }
-    for name, text in contents.items():
-        replace_file(out / name, text)
+    for name, content in contents.items():
+        write_record(out / name, content)
     print_table(canary)
     print(f"report: {out / 'canary.html'}", file=sys.stderr)
     return {name: str(out / name) for name in contents}

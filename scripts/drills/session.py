@@ -14,10 +14,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from drills.checks import FAIL, UNKNOWN
+from drills.checks import FAIL, UNKNOWN, Check, make_check
 from drills.env_file import EnvFileError
 from drills.options import make_target
+from drills.record import RecordError, write_record
 from drills.signals import Interrupted, ignore_signals, signals_as_interruption
 from drills.targets import Site, Target, TargetError
 from drills.verdict import Verdict
@@ -25,7 +27,6 @@ from drills.visit import Mode, Role, Visit
 from servers.embedded import ServerError
 from serving.client import Client, read_api_key
 from serving.console import now, say
-from serving.files import replace_file
 from serving.metrics import MetricsError
 from serving.press import press
 from serving.requests import Result, WorkloadError
@@ -40,22 +41,40 @@ class State:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values: dict = json.loads(path.read_text()) if path.is_file() else {}
+        self.values: dict = {}
+
+    def killed(self, target: str) -> dict | None:
+        """Return what the last drill saved if it was killed on `target`, {} if that is unknown.
+
+        None: there is nothing to mend.
+        """
+        try:
+            before = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RecordError(self.path, error) from error
+        except ValueError:
+            before = None
+        if not isinstance(before, dict) or not {"target", "phase", "finished"} <= before.keys():
+            say(f"{self.path} is no record of a drill: taken for one that was killed")
+            return {}
+        return None if before["finished"] or before["target"] != target else before
 
     def save(self, **changes: object) -> None:
-        """Change some values and write all of them."""
+        """Change some values and write all of them. Raises RecordError."""
         self.values |= changes
-        replace_file(self.path, json.dumps(self.values, indent=1))
+        write_record(self.path, self.values)
 
 
 class Session:
-    """A drill in progress: `visits` so far, and `interrupted`, a sentence once a signal came."""
+    """A drill in progress: `visits` so far, and `ended_by`, a check, once it was ended early."""
 
     def __init__(self, options: argparse.Namespace, target: Target, state: State) -> None:
         self.options, self.target, self.state = options, target, state
         self.started_at = now()
         self.visits: list[Visit] = []
-        self.interrupted: str | None = None
+        self.ended_by: Check | None = None
 
     def visit(
         self, role: Role, mode: Mode, *, scan_limit: int | None = None, seed: int = 0
@@ -93,32 +112,39 @@ class Session:
         return visit
 
     def run(self, steps: Callable[[], None]) -> None:
-        """Run `steps`, which make the visits; a signal ends them and is in `interrupted`."""
+        """Run `steps`, which make the visits; a signal or a full disk ends them early."""
         try:
             steps()
         except Interrupted as signal_name:
-            self.interrupted = f"interrupted by {signal_name} in phase {self.state.values['phase']}"
-            say(f"{self.interrupted}; leaving the target in lru")
+            detail = f"interrupted by {signal_name} in phase {self.state.values['phase']}"
+            self.ended_by = make_check("interrupted", UNKNOWN, detail)
+        except RecordError as error:
+            detail = f"ended before phase {self.state.values['phase']}: {error}"
+            self.ended_by = make_check("records", UNKNOWN, detail)
         except BaseException:
             self.target.leave_in_lru()  # a bug: no verdict, but lru all the same
             raise
         ignore_signals()
+        if self.ended_by:
+            say(f"{self.ended_by['detail']}; leaving the target in lru")
 
     def finish(self, verdict: Verdict, promote: bool = False) -> dict:
         """Leave the target in lru, or in active after an ACCEPT with `promote`.
 
         Adds what went wrong to the verdict; returns how things are left.
         """
-        if self.interrupted:
-            verdict.add("interrupted", UNKNOWN, self.interrupted)
+        if self.ended_by:
+            verdict.checks.append(self.ended_by)
         mode, left = "active", "promoted: the stack runs with COMPUTECACHE_MODE=active"
         try:
             if promote and verdict.exit_code == 0:
+                self.state.save(phase="promotion", mode="active")
                 self.target.promote()
             else:
                 mode, left = "lru", self.target.leave_in_lru()
-        except (TargetError, EnvFileError) as error:
+        except (TargetError, EnvFileError, RecordError) as error:
             mode, left = self._restore_after(error, verdict, mode)
+        say(left)
         return {
             "started_at": self.started_at,
             "finished_at": now(),
@@ -171,32 +197,43 @@ def _leave_out_interruption(loop: asyncio.AbstractEventLoop, context: dict) -> N
 def open_session(options: argparse.Namespace) -> Iterator[Session]:
     """Hold the output folder's lock, mend what a killed drill left, and catch signals.
 
-    Raises TargetError when another drill holds the folder or the target cannot be used.
+    Raises TargetError when another drill holds the folder or the target cannot be used, RecordError
+    when the folder cannot be written.
     """
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "canary.lock").open("w") as lock:
+    with _lock_file(options.out) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TargetError(f"another drill is running with --out {options.out}") from None
         state = State(options.out / "canary-state.json")
         target = make_target(options, state.save)
-        before = state.values
-        if not before.get("finished", True) and before["target"] == target.name:
-            say(f"the last drill was killed in phase {before['phase']}: cleaning up after it")
+        if (before := state.killed(target.name)) is not None:
+            phase = before.get("phase", "unknown")
+            say(f"the last drill was killed in phase {phase}: cleaning up after it")
             target.recover(before)
+        target.begin()
         state.values = {"target": target.name, "started_at": now()}
         state.save(phase="start", mode="lru", finished=False)
         with signals_as_interruption():
             yield Session(options, target, state)
 
 
+def _lock_file(out: Path) -> IO[str]:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return (out / "canary.lock").open("w")
+    except OSError as error:
+        raise RecordError(out, error) from error
+
+
 def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a whole drill; 2 with a message when it could not even be begun."""
+    """Run a whole drill; 2 with a message when it could not be begun, or not be recorded."""
     try:
         return run(options)
     except EXPECTED_ERRORS as error:
         say(f"not run: {error}")
+    except RecordError as error:
+        say(f"not recorded, so nothing is decided: {error}")
     except KeyboardInterrupt:
         say("interrupted before the first visit")
     return 2

@@ -47,9 +47,9 @@ class Target(Protocol):
     """A place where servers are visited in given modes, and which is left in lru.
 
     name: its --target. restarts: every visit gets a new server, so prompts may come again.
-    A drill calls recover first, where the one before was killed; visit for each of its visits, and
-    identity before that visit's end; promote or leave_in_lru last. What cannot be switched or
-    reached is a TargetError, a server that does not start a ServerError.
+    A drill calls recover first, where the one before was killed, then begin; visit for each of its
+    visits, and identity before that visit's end; promote or leave_in_lru last. What cannot be
+    switched or reached is a TargetError, a server that does not start a ServerError.
     """
 
     name: ClassVar[str]
@@ -60,6 +60,10 @@ class Target(Protocol):
     ) -> AbstractContextManager[Site]:
         """Bring a server up in `mode` and yield it; `scan_limit` None: as it is configured."""
 
+    def begin(self) -> None:
+        """Refuse (TargetError) what no drill may begin with; nothing has been changed then."""
+        return
+
     def identity(self) -> Identity:
         """Return what the server of the visit in progress runs on."""
 
@@ -67,7 +71,7 @@ class Target(Protocol):
         """End a drill safely, from any state and more than once; says how things are left."""
 
     def recover(self, state: dict) -> None:
-        """Mend what a killed drill left behind; `state` is what it saved last."""
+        """Mend what a killed drill left behind; `state` is what it saved, {} if that is unknown."""
 
     def promote(self) -> None:
         """Leave the target in active. Raises TargetError where that is not the canary's to do."""

@@ -114,8 +114,8 @@ def _compared(statistics: dict, settings: dict, limits: Limits) -> list[Check]:
     """Return the checks of the candidate against lru; `settings` are the workload's options."""
     hot = settings["shape"] == "pressure"
     return [
-        checks.kept(statistics["kept_tokens"], hot=hot),
-        *(checks.ttft(kind, ratios, limits) for kind, ratios in statistics["ttft"].items()),
+        checks.kept(statistics["kept_tokens"], hot=hot, limits=limits),
+        *(checks.ttft(kind, found, limits, hot) for kind, found in statistics["ttft"].items()),
         checks.outputs(statistics["outputs"], judged=hot and settings["concurrency"] == 1),
     ]
 

@@ -67,10 +67,14 @@ DRILL = ("--hot-tokens", "320", "--ttft-regression", "300%")
 
 
 class Stack:
-    """A folder with .env, a `docker` of its own and the canary's records in out/."""
+    """A folder with .env, a `docker` of its own and the canary's records in out/.
+
+    `project` and `out` may be set to other folders before `start`.
+    """
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder = self.project = folder
+        self.out = folder / "out"
         self.env_file = folder / ".env"
         self.env_file.write_text(ENV.format(port=free_port()))
         self.env_file.chmod(0o600)
@@ -78,7 +82,8 @@ class Stack:
         self.fake_options("--api-key secret-of-this-test")
         docker = folder / "bin" / "docker"
         docker.parent.mkdir()
-        docker.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_docker.py"} "$@"\n')
+        program = f'exec {sys.executable} {HERE / "fake_docker.py"} "$@"'
+        docker.write_text(f"#!/bin/sh\nexport FAKE_DOCKER={folder}\n{program}\n")
         docker.chmod(0o755)
 
     def fake_options(self, text, mode=None):
@@ -88,7 +93,7 @@ class Stack:
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         command = [sys.executable, str(REPO / "scripts" / script)]
         command += ["run"] if script == "canary.py" else []
-        where = ["--target", "compose", "--project", self.folder, "--out", self.folder / "out"]
+        where = ["--target", "compose", "--project", self.project, "--out", self.out]
         return subprocess.Popen(
             [*command, *map(str, where), *DRILL, *arguments],
             env=os.environ | {"PATH": path} | env,
@@ -103,7 +108,7 @@ class Stack:
         return process.returncode
 
     def record(self, name="canary.json"):
-        return json.loads((self.folder / "out" / name).read_text())
+        return json.loads((self.out / name).read_text())
 
     def ups(self):
         return (self.folder / "docker.log").read_text().split("\n")[:-1]
@@ -118,7 +123,7 @@ class Stack:
         return command[command.index("--mode") + 1] if "--mode" in command else None
 
     def wait_for_phase(self, process, phase):
-        state = self.folder / "out" / "canary-state.json"
+        state = self.out / "canary-state.json"
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and process.poll() is None:
             if state.exists() and json.loads(state.read_text())["phase"] == phase:

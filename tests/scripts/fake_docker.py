@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the `docker` command of an operator's shell, as far as the canary calls it.
 
-`up` starts a fake server in the mode that .env says, `exec` runs beside it. The folder of
-.env holds what it did: docker.log, server.pid. No engine is involved, so this shows what the
-canary does to .env and in which order, not that containers work.
+`up` starts a fake server as the environment says, else .env; `exec` runs beside it, `port` tells
+where it is. FAKE_DOCKER is the folder of what it did: docker.log, server.pid, published. No engine
+is involved, so this shows what the canary asks for and in which order, not that containers work.
 """
 
 import contextlib
@@ -16,12 +16,17 @@ import time
 import urllib.request
 from pathlib import Path
 
+DEFAULTS = {"COMPUTECACHE_MODE": "lru", "COMPUTECACHE_SCAN_LIMIT": "64", "API_PORT": "8000"}
 HERE = Path(__file__).resolve().parent
+# The tests' own questions, and the program in the "container": past any proxy.
+LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def read_env(folder):
-    lines = (folder / ".env").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
+def settings(project):
+    """What Compose would hand over: an exported variable wins over .env."""
+    lines = (project / ".env").read_text().splitlines()
+    values = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
+    return {name: os.environ.get(name, value) for name, value in (DEFAULTS | values).items()}
 
 
 def stop(folder):
@@ -32,10 +37,9 @@ def stop(folder):
         pid_file.unlink()
 
 
-def up(folder):
-    env = read_env(folder)
-    # What Compose would do: an exported variable wins over .env.
-    mode = os.environ.get("COMPUTECACHE_MODE", env.get("COMPUTECACHE_MODE", "lru"))
+def up(project, folder):
+    env = settings(project)
+    mode, port = env["COMPUTECACHE_MODE"], env["API_PORT"]
     with (folder / "docker.log").open("a") as log:
         log.write(f"up {mode}\n")
     stop(folder)
@@ -52,17 +56,18 @@ def up(folder):
     server = subprocess.Popen(
         [
             *(sys.executable, HERE / "fake_vllm.py"),
-            *("--port", env["API_PORT"], "--mode", mode, *options),
-            *("--scan-limit", env.get("COMPUTECACHE_SCAN_LIMIT", "64")),
+            *("--port", port, "--mode", mode, *options),
+            *("--scan-limit", env["COMPUTECACHE_SCAN_LIMIT"]),
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     (folder / "server.pid").write_text(str(server.pid))
+    (folder / "published").write_text(port)
     while server.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{env['API_PORT']}/health", timeout=1)
+            LOCAL.open(f"http://127.0.0.1:{port}/health", timeout=1)
             return 0
         except OSError:
             time.sleep(0.02)
@@ -71,9 +76,17 @@ def up(folder):
 
 def main(arguments):
     assert arguments[:2] == ["compose", "--project-directory"], arguments
-    folder, action, rest = Path(arguments[2]), arguments[3], arguments[4:]
+    project, action, rest = Path(arguments[2]), arguments[3], arguments[4:]
+    folder = Path(os.environ["FAKE_DOCKER"])
     if action == "up":
-        return up(folder)
+        return up(project, folder)
+    if action == "port":
+        assert rest == ["vllm", "8000"], rest
+        if (folder / "not_published").exists():
+            print("no port 8000/tcp for container project-vllm-1", file=sys.stderr)
+            return 1
+        print(f"127.0.0.1:{(folder / 'published').read_text()}")
+        return 0
     if action == "images":
         print("sha256:feed")
         return 0
@@ -81,7 +94,7 @@ def main(arguments):
         print("Fake GPU, 1.0")
         return 0
     if action == "exec" and rest[2] == "python3":
-        address = f"http://127.0.0.1:{read_env(folder)['API_PORT']}/policy/metrics"
+        address = f"http://127.0.0.1:{(folder / 'published').read_text()}/policy/metrics"
         program = re.sub(r"http://127\.0\.0\.1:8001/metrics", address, rest[4])
         return subprocess.run([sys.executable, "-c", program], check=False).returncode
     print(f"fake docker: {arguments}", file=sys.stderr)

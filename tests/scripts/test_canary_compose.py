@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary on a Compose stack: what happens to .env and in which order, interrupted or not.
+"""The canary on a Compose stack: what is switched and in which order, interrupted or not.
 
 `docker` on PATH is a stand-in (fake_docker.py) and so is the server.
 """
@@ -12,6 +12,9 @@ import time
 import pytest
 
 from drills.compose import ComposeTarget
+from servers.processes import free_port
+
+KEY = "--api-key secret-of-this-test"
 
 
 def test_accept_leaves_lru_and_the_very_same_env_file(stack):
@@ -93,7 +96,7 @@ def test_abba_restarts_the_server_for_every_visit(stack):
     ],
 )
 def test_interrupted_in_any_phase_lru_is_restored_and_the_record_says_so(stack, phase, number):
-    stack.fake_options("--api-key secret-of-this-test --delay-s 0.02")
+    stack.fake_options(f"{KEY} --delay-s 0.02")
     process = stack.start()
     stack.wait_for_phase(process, phase)
     process.send_signal(number)
@@ -110,44 +113,132 @@ def test_interrupted_in_any_phase_lru_is_restored_and_the_record_says_so(stack, 
 
 
 def test_after_kill_9_the_next_canary_cleans_up_first(stack):
-    stack.fake_options("--api-key secret-of-this-test --delay-s 0.02")
-    process = stack.start()
-    stack.wait_for_phase(process, "candidate")
-    while stack.server_mode() != "active":  # a killed `up` would go on beside the next canary's
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.kill()
-    process.communicate(timeout=60)
-    assert b"=active" in stack.env_file.read_bytes()
+    kill_9(stack, "candidate", "active")
+    assert stack.env_file.read_bytes() == stack.before, "any `up` goes back by itself"
     killed_at = len(stack.ups())
-    stack.fake_options("--api-key secret-of-this-test")
+    stack.fake_options(KEY)
     assert stack.run() == 0, stack.output
     assert "the last drill was killed in phase candidate" in stack.output
     assert stack.ups()[killed_at:] == ["up lru"] * 2 + ["up active"] + ["up lru"] * 2
     assert stack.env_file.read_bytes() == stack.before
 
 
-def test_an_env_file_without_a_mode_gets_its_bytes_back(stack):
+@pytest.mark.parametrize("written", [False, True], ids=["before .env", "after .env"])
+def test_after_kill_9_in_the_promotion_the_next_canary_takes_it_back(stack, written):
+    kill_9(stack, "promotion", "active", "--promote")
+    if written:  # the moment between the writing of .env and the state's
+        stack.env_file.write_bytes(stack.before.replace(b"=lru", b"=active"))
+    killed_at = len(stack.ups())
+    stack.fake_options(KEY)
+    assert stack.run() == 0, stack.output
+    assert "the last drill was killed in phase promotion" in stack.output
+    assert stack.ups()[killed_at:] == ["up lru"] * 2 + ["up active"] + ["up lru"] * 2
+    assert stack.env_file.read_bytes() == stack.before
+
+
+def kill_9(stack, phase, mode, *arguments):
+    """Kill a canary in a phase, once the server of that phase has been started."""
+    stack.fake_options(f"{KEY} --delay-s 0.02")
+    process = stack.start(*arguments)
+    stack.wait_for_phase(process, phase)
+    while stack.server_mode() != mode:  # a killed `up` would go on beside the next canary's
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)
+
+
+STATES = {
+    "empty": b"",
+    "torn": b'{"target": "compose", "pha',
+    "no text": b"\xff\xfe\x00",
+    "another program's": b'{"phase": "new moon"}',
+    "a list": b"[1, 2]",
+}
+
+
+@pytest.mark.parametrize("content", STATES.values(), ids=STATES)
+def test_a_state_that_says_nothing_counts_as_a_drill_that_was_killed(stack, content):
+    stack.out.mkdir()
+    (stack.out / "canary-state.json").write_bytes(content)
+    stack.fake_options("--blocks 4096", "lru")  # nothing to protect: the shortest drill
+    assert stack.run() == 2, stack.output
+    assert "canary-state.json is no record of a drill" in stack.output
+    assert "killed in phase unknown: cleaning up" in stack.output
+    assert "Traceback" not in stack.output
+    assert stack.ups() == ["up lru"] * 3
+    assert stack.env_file.read_bytes() == stack.before
+
+
+def test_an_env_file_without_a_mode_stays_without(stack):
     stack.before = stack.before.replace(b"COMPUTECACHE_MODE=lru\n", b"")
     stack.env_file.write_bytes(stack.before)
     assert stack.run() == 0, stack.output
     assert stack.env_file.read_bytes() == stack.before
 
 
-def test_a_stack_found_in_active_is_left_in_lru(stack):
-    stack.env_file.write_bytes(stack.before.replace(b"=lru", b"=active"))
-    assert stack.run() == 0, stack.output
-    assert stack.env_file.read_bytes() == stack.before
+@pytest.mark.parametrize("value", ["active", '"active"', "LRU"])
+def test_an_env_file_that_says_another_mode_is_refused_and_nothing_is_touched(stack, value):
+    text = stack.before.replace(b"=lru", f"={value}".encode())
+    stack.env_file.write_bytes(text)
+    assert stack.run() == 2, stack.output
+    for part in (
+        f"COMPUTECACHE_MODE={value.strip(chr(34))} in {stack.env_file}",
+        "Write COMPUTECACHE_MODE=lru, `docker compose up -d --wait vllm`",
+    ):
+        assert part in stack.output
+    assert not (stack.folder / "docker.log").exists()
+    assert not (stack.out / "canary-state.json").exists()
+    assert stack.env_file.read_bytes() == text
 
 
-def test_an_exported_mode_does_not_reach_compose(stack):
-    assert stack.run(COMPUTECACHE_MODE="lru") == 0, stack.output
+def test_after_a_promotion_the_next_canary_is_refused_until_lru_is_back(stack):
+    assert stack.run("--promote") == 0, stack.output
+    promoted = len(stack.ups())
+    assert stack.run() == 2, stack.output
+    assert "COMPUTECACHE_MODE=active in" in stack.output
+    assert len(stack.ups()) == promoted
+
+
+def test_an_exported_setting_does_not_reach_compose(stack):
+    exported = {"COMPUTECACHE_MODE": "active", "COMPUTECACHE_SCAN_LIMIT": "4"}
+    assert stack.run(**exported) == 0, stack.output
     assert "COMPUTECACHE_MODE is exported" in stack.output
+    assert stack.ups() == ["up lru", "up active", "up lru", "up lru"]
+    assert stack.record()["scan_limit"] == 64
+
+
+def test_the_port_is_the_one_that_compose_published(stack):
+    port = str(free_port())
+    assert f"API_PORT={port}\n".encode() not in stack.before
+    assert stack.run(API_PORT=port) == 0, stack.output
+    addresses = {visit["report"]["base_url"] for visit in stack.record()["visits"]}
+    assert addresses == {f"http://127.0.0.1:{port}"}
+
+
+def test_without_a_published_port_the_message_says_how_to_publish_one(stack):
+    (stack.folder / "not_published").touch()
+    assert stack.run() == 2, stack.output
+    (reason, *_) = stack.record()["reasons"]
+    assert "no port 8000/tcp" in reason
+    assert 'ports: ["127.0.0.1:8000:8000"] of vllm in compose.yaml' in reason
+    assert stack.ups() == ["up lru", "up lru"]
+
+
+def test_proxies_that_lead_nowhere_are_not_asked(stack):
+    proxies = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    proxies |= {"ALL_PROXY": "socks5://127.0.0.1:9", "NO_PROXY": "fd00::/8,example.org"}
+    lower = {name.lower(): value for name, value in proxies.items()}
+    assert stack.run(**proxies, **lower) == 0, stack.output
 
 
 def test_lru_that_cannot_be_restored_is_said_and_tried_again(stack):
+    stack.fake_options(f"{KEY} --delay-s 0.005")
     process = stack.start()
     stack.wait_for_phase(process, "rollback")
+    while stack.server_mode() != "lru" or len(stack.ups()) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
     (stack.folder / "broken").touch()
     process.communicate(timeout=60)
     assert process.returncode == 1

@@ -154,3 +154,20 @@ def test_a_plan_without_requests_is_refused(fake, press, tmp_path):
         done = press(server, "--shape", "trace", "--trace", trace)
     assert done.returncode == 2
     assert "no request" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["prefix_pressure.py", "canary.py", "tune_scan_limit.py"])
+def test_a_trace_shape_without_a_trace_is_refused_before_any_server(script, tmp_path, name):
+    where = ["--target", "compose", "--out", tmp_path / "out", "--project", tmp_path]
+    where = {"canary.py": ["run", *where], "tune_scan_limit.py": where}.get(name, [])
+    done = script(name, *where, "--shape", "trace")
+    assert done.returncode == 2
+    assert "--shape trace needs --trace FILE" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_numbers_that_json_cannot_hold_are_refused(script, value):
+    done = script("prefix_pressure.py", "--max-seconds", value)
+    assert done.returncode == 2
+    assert f"{value} is not a number: give a large one" in done.stderr

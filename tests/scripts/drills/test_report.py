@@ -236,3 +236,23 @@ def test_a_pool_that_holds_the_whole_stream_tests_nothing(fake, script, tmp_path
     assert done.returncode == 2
     assert "too little to win" in load(tmp_path)["reasons"][0]
     assert len(load(tmp_path)["phases"]) == 1
+
+
+@pytest.mark.parametrize(("requests", "hot"), [(41, 2), (58, 4)])
+def test_repetitions_that_max_requests_cut_off_decide_nothing(
+    fake, script, tmp_path, requests, hot
+):
+    """The controls of six repetitions come first, so each has a pair; few have a hot replay."""
+    with fake("--mode", "lru") as lru, fake("--mode", "active") as active:
+        done = canary(script, tmp_path, lru, active, "--max-requests", requests)
+    assert done.returncode == 2, done.stderr
+    text = (tmp_path / "canary.json").read_text()
+    record = json.loads(text, parse_constant=pytest.fail)
+    jsonschema.validate(record, SCHEMA)
+    checks = {check["name"]: check for check in record["checks"]}
+    assert checks["samples"]["status"] == "pass"
+    for name in ("kept", "ttft_hot_replay"):
+        assert checks[name]["status"] == "unknown"
+        assert f"{hot} pairs of repetitions have a hot replay" in checks[name]["detail"]
+        assert "5 needed: raise --max-requests" in checks[name]["detail"]
+    assert "nan" not in text.lower()

@@ -270,3 +270,45 @@ def test_texts_of_a_stream_are_reported_but_rounding_may_move_them():
     verdict = judge(streams(300, text="other"), Limits())
     assert verdict.outcome == ACCEPT
     assert "0 of 12 outputs" in " ".join(verdict.reasons)
+
+
+def cut_off(visits, hot_replays):
+    """The same visits, without the hot replays from a repetition on."""
+    for visit in visits:
+        visit.report["results"] = [
+            result
+            for result in visit.report["results"]
+            if result["kind"] != "hot_replay" or result["repetition"] < hot_replays
+        ]
+    return visits
+
+
+@pytest.mark.parametrize("hot_replays", [1, 4])
+def test_repetitions_without_a_hot_replay_are_not_compared(hot_replays):
+    visits = cut_off(good_canary(), hot_replays)
+    verdict = judge(visits, Limits())
+    assert outcome(visits) == (INCONCLUSIVE, ["kept", "ttft_hot_replay"])
+    kept = verdict.statistics["kept_tokens"]
+    assert (kept["pairs"], kept["difference_interval"]) == (hot_replays, [WARM, WARM])
+    assert f"{hot_replays} pairs of repetitions have a hot replay" in verdict.reasons[0]
+    assert outcome(visits, min_samples=hot_replays) == (ACCEPT, [])
+
+
+def test_a_candidate_without_any_hot_replay_leaves_nothing_to_compare():
+    visits = good_canary()
+    cut_off(visits[1:2], 0)
+    kept = judge(visits, Limits()).statistics["kept_tokens"]
+    assert (kept["pairs"], kept["difference_interval"]) == (0, None)
+    assert outcome(visits) == (INCONCLUSIVE, ["kept"])
+
+
+def test_a_kind_that_a_stream_has_in_its_first_parts_only_is_no_fault():
+    visits = good_canary()
+    for visit in visits:
+        visit.report["settings"]["shape"] = "sessions"
+        visit.report |= {"reusable_tokens": 5000, "tokens": {}}
+        visit.report["tokens"] = {"hot_replay": {"cached": 0}}
+    verdict = judge(cut_off(visits, 2), Limits())
+    (check,) = [check for check in verdict.checks if check["name"] == "ttft_hot_replay"]
+    assert check["status"] == "pass"
+    assert "not judged: 2 pairs" in check["detail"]
