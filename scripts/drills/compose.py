@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,14 @@ from drills.env_file import setting_line, with_setting_line
 from drills.signals import SIGNALS
 from drills.targets import Save, Site, Target, TargetError
 from drills.visit import Identity, Mode, Role
+from serving.console import say
 from serving.files import replace_file
 from serving.metrics import compose_fetch, policy_state
 
 SERVICE = "vllm"
 MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
 API_PORT, POLICY_PORT = 8000, 8001  # in the container
+ENGINE_S = 120  # for an engine that is being restarted
 ENV_LINE = "env_line"  # of a promotion's state: the line that it replaces in .env
 
 
@@ -44,7 +47,8 @@ class ComposeTarget(Target):
             raise TargetError("--target compose needs `docker` on PATH")
         if not self._env_file.is_file():
             raise TargetError(f"{self._env_file} is missing: copy .env.example and fill it in")
-        self._compose = ["docker", "compose", "--project-directory", str(folder)]
+        self._folder = folder.resolve()
+        self._compose = ["docker", "compose", "--project-directory", str(self._folder)]
         for name in (MODE, SCAN_LIMIT):
             if name in os.environ:
                 print(
@@ -68,7 +72,7 @@ class ComposeTarget(Target):
     def visit(self, role: Role, mode: Mode, number: int, scan_limit: int | None) -> Iterator[Site]:
         limit = {} if scan_limit is None else {SCAN_LIMIT: str(scan_limit)}
         self._up({MODE: mode} | limit)
-        read = compose_fetch(self._compose, SERVICE, POLICY_PORT)
+        read = compose_fetch(self._compose, self._folder, SERVICE, POLICY_PORT)
         yield Site(self._address(), lambda: policy_state(read()))
 
     def leave_in_lru(self) -> str:
@@ -136,25 +140,44 @@ class ComposeTarget(Target):
 
     def _up(self, settings: dict[str, str]) -> None:
         # Recreated even when nothing changed: every visit starts with an empty cache.
-        self._docker(
-            *("up", "-d", "--force-recreate", "--wait"),
-            *("--wait-timeout", str(self._ready_timeout_s), SERVICE),
-            settings=settings,
-        )
+        wait = ("--wait", "--wait-timeout", str(self._ready_timeout_s))
+        command = ("up", "-d", "--force-recreate", *wait, SERVICE)
+        try:
+            self._docker(*command, settings=settings)
+        except TargetError as error:
+            if self._engine_answers():
+                raise
+            say(f"the Docker engine does not answer: waiting {ENGINE_S} s for it to come back")
+            deadline = time.monotonic() + ENGINE_S
+            while not self._engine_answers():
+                if time.monotonic() > deadline:
+                    raise TargetError(
+                        f"{error}; start the Docker engine and run this again"
+                    ) from None
+                time.sleep(0.5)
+            self._docker(*command, settings=settings)
+
+    def _engine_answers(self) -> bool:
+        return bool(self._run("docker", "version", "--format", "{{.Server.Version}}", check=False))
 
     def _docker(
         self, *arguments: str, check: bool = True, settings: dict[str, str] | None = None
     ) -> str:
+        return self._run(*self._compose, *arguments, check=check, settings=settings)
+
+    def _run(
+        self, *command: str, check: bool = True, settings: dict[str, str] | None = None
+    ) -> str:
         # What is in the environment wins over .env, where Compose finds the other settings.
         env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")}
         env |= settings or {}
-        command = [*self._compose, *arguments]
         # Signals wait while docker starts: interrupted there, it would go on, known to nobody,
         # beside the one that restores lru.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process = subprocess.Popen(
                 command,
+                cwd=self._folder,  # where Compose looks for the files of COMPOSE_FILE
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -101,10 +102,10 @@ def fetch(url: str, timeout_s: float = 10) -> str:
     return response.text
 
 
-def compose_fetch(compose: list[str], service: str, port: int) -> Callable[[], str]:
+def compose_fetch(compose: list[str], folder: Path, service: str, port: int) -> Callable[[], str]:
     """Return a reader of the policy endpoint inside a Compose service, which binds no host port.
 
-    `compose` is the command line up to and including its own options.
+    `compose` is the command line up to and including its own options, run in `folder`.
     """
     # Past any proxy: the container may have HTTP_PROXY from the engine's settings.
     program = (
@@ -114,7 +115,12 @@ def compose_fetch(compose: list[str], service: str, port: int) -> Callable[[], s
 
     def read() -> str:
         command = [*compose, "exec", "-T", service, "python3", "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MetricsError(f"`compose exec {service}` did not end within 60 s") from error
         if done.returncode:
             raise MetricsError(f"`compose exec {service}`: {done.stderr.strip()[-400:]}")
         return done.stdout

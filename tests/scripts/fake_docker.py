@@ -74,10 +74,29 @@ def up(project, folder):
     return 1
 
 
+def engine_is_down(folder):
+    """Whether the test has stopped the engine; it comes back after the questions in the file."""
+    down = folder / "engine_down"
+    if not down.exists():
+        return False
+    print("Cannot connect to the Docker daemon. Is the docker daemon running?", file=sys.stderr)
+    if (left := int(down.read_text()) - 1) > 0:
+        down.write_text(str(left))
+    else:
+        down.unlink()
+    return True
+
+
 def main(arguments):
+    folder = Path(os.environ["FAKE_DOCKER"])
+    if engine_is_down(folder):
+        return 1
+    if arguments[0] == "version":
+        print("24.0.0")
+        return 0
     assert arguments[:2] == ["compose", "--project-directory"], arguments
     project, action, rest = Path(arguments[2]), arguments[3], arguments[4:]
-    folder = Path(os.environ["FAKE_DOCKER"])
+    assert Path.cwd() == project, "Compose looks for the files of COMPOSE_FILE there"
     if action == "up":
         return up(project, folder)
     if action == "port":
@@ -85,6 +104,8 @@ def main(arguments):
         if (folder / "not_published").exists():
             print("no port 8000/tcp for container project-vllm-1", file=sys.stderr)
             return 1
+        with (folder / "visits").open("a") as visits:
+            visits.write("a server to be visited is up\n")
         print(f"127.0.0.1:{(folder / 'published').read_text()}")
         return 0
     if action == "images":

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from drills.compose import ComposeTarget
+from drills.targets import TargetError
 from servers.processes import free_port
 
 KEY = "--api-key secret-of-this-test"
@@ -248,6 +249,33 @@ def test_lru_that_cannot_be_restored_is_said_and_tried_again(stack):
     (stack.folder / "broken").unlink()
     assert stack.run() == 0, stack.output
     assert "cleaning up after it" in stack.output
+
+
+def test_an_engine_that_is_restarted_in_the_candidate_is_waited_for(stack):
+    stack.fake_options(f"{KEY} --delay-s 0.02", "active")
+    process = stack.start()
+    stack.wait_for_phase(process, "candidate")
+    while len((stack.folder / "visits").read_text().splitlines()) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    (stack.folder / "engine_down").write_text("6")
+    os.kill(int((stack.folder / "server.pid").read_text()), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "the Docker engine does not answer: waiting" in errors
+    assert not (stack.folder / "engine_down").exists()
+    assert stack.ups() == ["up lru", "up active", "up lru", "up lru"]
+    assert [phase["mode"] for phase in stack.record()["phases"]][::2] == ["lru", "lru"]
+    assert stack.record()["final_mode"] == "lru"
+
+
+def test_an_engine_that_stays_away_is_named_with_what_to_do(stack, monkeypatch):
+    monkeypatch.setenv("PATH", f"{stack.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("drills.compose.ENGINE_S", 0)
+    (stack.folder / "engine_down").write_text("99")
+    target = ComposeTarget(stack.folder, lambda **values: None, ready_timeout_s=10)
+    with pytest.raises(TargetError, match=r"Cannot connect.* start the Docker engine"):
+        target.leave_in_lru()
 
 
 def test_two_canaries_at_once_are_refused(stack):
