@@ -2,12 +2,12 @@
 """The canary: baseline in lru, candidate in active, rollback to lru, and a verdict.
 
     canary.py run --target embedded            a real CPU server, started and stopped here
-    canary.py run --target compose             the stack of compose.yaml (switches .env)
+    canary.py run --target compose             the stack of compose.yaml, one service recreated
     canary.py run --target url --baseline-url A --candidate-url B
 
 Whatever happens (a failed request, a crash, Ctrl-C, TERM), the target is left in lru; only
-`--promote` after an ACCEPT leaves a Compose stack in active. Writes canary.json, canary.html and
-release.json to --out. docs/canary.md says how to read them.
+`--promote` after an ACCEPT leaves a Compose stack, and its .env, in active. Writes canary.json,
+canary.html and release.json to --out. docs/canary.md says how to read them.
 
 Exit 0: ACCEPT. 1: REJECT. 2: INCONCLUSIVE, or bad usage. One JSON line on stdout.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a drill runs: what is asked of every target, a local CPU server, and two given addresses.
 
-The Compose stack, the only target that switches a file of the operator's, is in drills/compose.py.
+The Compose stack, the only target that can be promoted, is in drills/compose.py.
 """
 
 from __future__ import annotations
