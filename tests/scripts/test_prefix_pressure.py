@@ -171,3 +171,22 @@ def test_numbers_that_json_cannot_hold_are_refused(script, value):
     done = script("prefix_pressure.py", "--max-seconds", value)
     assert done.returncode == 2
     assert f"{value} is not a number: give a large one" in done.stderr
+
+
+def test_a_local_server_is_pressed_past_proxies_that_lead_nowhere(fake, script):
+    dead = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    dead |= {"ALL_PROXY": "socks5://127.0.0.1:9", "NO_PROXY": "fd00::/8,example.org"}
+    dead |= {name.lower(): value for name, value in dead.items()}
+    with fake("--mode", "active") as server:
+        where = ("--base-url", server.url, "--policy-metrics-url", server.policy_url)
+        done = script("prefix_pressure.py", *where, "--hot-tokens", 320, **dead)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"]["failed"] == 0
+
+
+def test_proxy_settings_that_cannot_be_used_for_another_machine_are_named(script):
+    where = ("--base-url", "http://far.example:8000")
+    done = script("prefix_pressure.py", *where, ALL_PROXY="socks5://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "unset or correct ALL_PROXY" in done.stderr
+    assert "Traceback" not in done.stderr
