@@ -31,6 +31,7 @@ SERVICE = "vllm"
 MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
 API_PORT, POLICY_PORT = 8000, 8001  # in the container
 ENGINE_S = 120  # for an engine that is being restarted
+REPLACING_S = 60  # for an engine that goes on stopping a container
 ENV_LINE = "env_line"  # of a promotion's state: the line that it replaces in .env
 
 
@@ -77,7 +78,7 @@ class ComposeTarget(Target):
 
     def leave_in_lru(self) -> str:
         """Recreate the service in lru; a promotion that failed is taken out of `.env` again."""
-        self._up({MODE: "lru"})
+        self._up_in_lru()
         self._take_back_promotion(self._promotes_from)
         return f"the {SERVICE} service runs with {MODE}=lru"
 
@@ -85,7 +86,7 @@ class ComposeTarget(Target):
         """Bring the service back to lru, and `.env` where a drill was killed while promoting."""
         self._take_back_promotion(state)
         self.begin()
-        self._up({MODE: "lru"})
+        self._up_in_lru()
 
     def promote(self) -> None:
         """Leave the stack in active, and `.env` too: the only place that does."""
@@ -137,6 +138,19 @@ class ComposeTarget(Target):
             raise TargetError(f"port {API_PORT} of {SERVICE} is on no port of this host: {remedy}")
         everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
         return f"http://{everywhere.get(host, host)}:{port}"
+
+    def _up_in_lru(self) -> None:
+        deadline = time.monotonic() + REPLACING_S
+        while True:
+            try:
+                return self._up({MODE: "lru"})
+            except TargetError as error:
+                # An `up` that was ended while it replaced the container leaves the new one without
+                # its name, and the engine busy with the old one.
+                if "already in use by container" not in str(error) or time.monotonic() > deadline:
+                    raise
+                self._docker("rm", "--stop", "--force", SERVICE, check=False)
+                time.sleep(0.5)
 
     def _up(self, settings: dict[str, str]) -> None:
         # Recreated even when nothing changed: every visit starts with an empty cache.

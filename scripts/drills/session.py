@@ -135,15 +135,16 @@ class Session:
         """
         if self.ended_by:
             verdict.checks.append(self.ended_by)
+        promoting = promote and verdict.exit_code == 0
         mode, left = "active", "promoted: the stack runs with COMPUTECACHE_MODE=active"
         try:
-            if promote and verdict.exit_code == 0:
+            if promoting:
                 self.state.save(phase="promotion", mode="active")
                 self.target.promote()
             else:
                 mode, left = "lru", self.target.leave_in_lru()
         except (TargetError, EnvFileError, RecordError) as error:
-            mode, left = self._restore_after(error, verdict, mode)
+            mode, left = self._restore_after(error, verdict, promoting)
         say(left)
         return {
             "started_at": self.started_at,
@@ -153,9 +154,11 @@ class Session:
             "left": left,
         }
 
-    def _restore_after(self, error: Exception, verdict: Verdict, mode: str) -> tuple[str, str]:
+    def _restore_after(
+        self, error: Exception, verdict: Verdict, promoting: bool
+    ) -> tuple[str, str]:
         """Go back to lru after a failed promotion, or say that lru could not be restored."""
-        if mode == "active":
+        if promoting:
             verdict.add("promote", FAIL, f"the promotion failed: {error}")
             try:
                 return "lru", self.target.leave_in_lru()

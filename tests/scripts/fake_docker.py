@@ -45,6 +45,12 @@ def up(project, folder):
     stop(folder)
     number = len((folder / "docker.log").read_text().splitlines())
     broken_at = folder / "broken_at"
+    if (folder / "conflict").exists():
+        print(
+            'Conflict. The container name "/p-vllm-1" is already in use by container "b99a".',
+            file=sys.stderr,
+        )
+        return 1
     if (folder / "broken").exists() or (
         broken_at.exists() and int(broken_at.read_text()) == number
     ):
@@ -107,6 +113,10 @@ def main(arguments):
         with (folder / "visits").open("a") as visits:
             visits.write("a server to be visited is up\n")
         print(f"127.0.0.1:{(folder / 'published').read_text()}")
+        return 0
+    if action == "rm":
+        assert rest == ["--stop", "--force", "vllm"], rest
+        (folder / "conflict").unlink(missing_ok=True)
         return 0
     if action == "images":
         print("sha256:feed")
