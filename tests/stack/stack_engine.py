@@ -194,7 +194,7 @@ class PrivateEngine:
             os.close(self._lock)
             self._lock = None
             raise NoEngine(f"other tests use the engine in {self.folder}: let them end") from None
-        self._end_what_was_left()
+        self.end_what_was_left()
         if others := other_engines():
             # It would rewrite the packet filter's chains that the other one's ports need.
             raise NoEngine(
@@ -230,11 +230,12 @@ class PrivateEngine:
             self._process.wait()
             self._process = None
         if self._lock is not None:
-            self._end_what_was_left()
+            self.end_what_was_left()
             os.close(self._lock)
             self._lock = None
 
-    def _end_what_was_left(self) -> None:
+    def end_what_was_left(self) -> None:
+        """End and unmount what an engine that was killed has left in the folder."""
         pid_files = (self._pid_file, self.folder / "exec/containerd/containerd.pid")
         for pid_file in pid_files:
             if pid := running(pid_file, self.folder):
@@ -243,6 +244,8 @@ class PrivateEngine:
             for child in children(pid):
                 end(child, 0)
             end(pid, 5)
+        for path in mounted_in(self.folder):
+            subprocess.run(["umount", "--lazy", path], check=False)
         for pid_file in pid_files:  # dockerd would wait for a process of that number, even dead
             pid_file.unlink(missing_ok=True)
 
@@ -260,6 +263,13 @@ def processes_naming(folder: Path) -> list[int]:
         if engine and os.fsencode(folder) + b"/" in command:
             named.append(int(process.name))
     return named
+
+
+def mounted_in(folder: Path) -> list[str]:
+    """Return what is mounted in `folder`, the innermost first: a killed dockerd leaves it."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    targets = [line.split()[1].replace(r"\040", " ") for line in lines]
+    return sorted((path for path in targets if path.startswith(f"{folder}/")), key=len)[::-1]
 
 
 def children(pid: int) -> list[int]:

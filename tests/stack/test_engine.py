@@ -53,7 +53,7 @@ def folder(give_up):
     if reason := stack_engine.why_not_here():
         give_up(reason)
     stack_engine.need(*stack_engine.PACKAGES)
-    with tempfile.TemporaryDirectory(prefix="cc-", ignore_cleanup_errors=True) as made:
+    with tempfile.TemporaryDirectory(prefix="cc-") as made:
         yield Path(made)
 
 
@@ -87,8 +87,7 @@ def inner(folder):
     for process in started:
         process.kill()
         process.communicate()
-    for pid in engines(folder):
-        stack_engine.end(pid, 10)
+    stack_engine.PrivateEngine(folder / "computecache-test-engine").end_what_was_left()
 
 
 def engines(folder: Path) -> list[int]:
@@ -117,6 +116,7 @@ def test_what_a_killed_engine_left_is_ended_by_the_next(inner, folder):
     assert engines(folder), "the container's keeper outlives a killed dockerd"
     assert "1 failed" in inner("test_that_fails").communicate(timeout=120)[0]
     assert (engines(folder), containers()) == ([], [])
+    assert stack_engine.mounted_in(folder) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
