@@ -25,4 +25,7 @@ bash scripts/setup_env.sh serve tools peers test
 bash scripts/lint.sh
 # The policy and its safety suite need the standard library only.
 python3 tests/v1/core/test_computecache_policy.py
-exec .venv/bin/python -m pytest "$@"
+[ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
+# What starts no server and no engine, side by side; then the rest, one after another.
+.venv/bin/python -m pytest -n 2 --dist loadfile -m "not server and not docker"
+exec .venv/bin/python -m pytest -m "server or docker"
