@@ -144,7 +144,7 @@ def trace_bars(rows: list[dict], half: str) -> list[dict]:
 
     small = [r for r in active if r["trace"] in SMALL_TRACES and r["capacity"] <= 0.02]
     weakest = min(small, key=small_win)
-    label = {"all": "all requests", "second": "held-out half", "first": "tuning half"}[half]
+    label = {"all": "all requests", "second": "second half", "first": "first half"}[half]
     return [
         _bar(f"worst points over LRU, {label}", -0.3, worst["points_over_lru"], _place(worst)),
         _bar(f"mean points over LRU, {label}", 1.5, mean, f"{len(active)} cells"),

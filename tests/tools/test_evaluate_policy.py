@@ -187,7 +187,7 @@ def test_a_dry_run_writes_nothing(small_matrix, capsys):
     directory, arguments = small_matrix
     evaluate_policy.main([*arguments, "--dry-run", "--half", "first"])
     bars = json.loads(capsys.readouterr().out)["bars"]
-    assert sum("tuning half" in bar["name"] for bar in bars) == 3
+    assert sum("first half" in bar["name"] for bar in bars) == 3
     assert not (directory / "results").exists()
     assert (directory / "policy.md").read_text() == f"# Policy\n{BEGIN}\n{END}\nend\n"
 
