@@ -31,6 +31,7 @@ SERVICE = "vllm"
 MODE, SCAN_LIMIT = "COMPUTECACHE_MODE", "COMPUTECACHE_SCAN_LIMIT"
 API_PORT, POLICY_PORT = 8000, 8001  # in the container
 ENGINE_S = 120  # for an engine that is being restarted
+ANSWER_S = 10.0  # for the engine to say its version: one that hangs is not there
 REPLACING_S = 60  # for an engine that goes on stopping a container
 ENV_LINE = "env_line"  # of a promotion's state: the line that it replaces in .env
 
@@ -60,7 +61,7 @@ class ComposeTarget(Target):
 
     def begin(self) -> None:
         """Refuse a `.env` that a later `docker compose up` would not go back to lru with."""
-        setting_line(self._env_file.read_bytes(), MODE)  # EnvFileError: it is there twice
+        setting_line(self._read_env(), MODE)  # EnvFileError: it is there twice
         mode = dotenv_values(self._env_file).get(MODE)
         if mode not in (None, "", "lru"):
             raise TargetError(
@@ -90,7 +91,7 @@ class ComposeTarget(Target):
 
     def promote(self) -> None:
         """Leave the stack in active, and `.env` too: the only place that does."""
-        data, active = self._env_file.read_bytes(), f"{MODE}=active".encode()
+        data, active = self._read_env(), f"{MODE}=active".encode()
         line = setting_line(data, MODE)
         with_setting_line(data, MODE, active)  # EnvFileError before anything is switched
         self._promotes_from = {ENV_LINE: None if line is None else line.decode()}
@@ -112,8 +113,22 @@ class ComposeTarget(Target):
         if ENV_LINE in state and (line is None or isinstance(line, str)):
             self._write_line(None if line is None else line.encode())
 
+    def _read_env(self) -> bytes:
+        try:
+            data = self._env_file.read_bytes()
+            data.decode()
+        except OSError as error:
+            raise TargetError(
+                f"{self._env_file} cannot be read ({error.strerror}): put it back, readable"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise TargetError(
+                f"{self._env_file} is not UTF-8 (byte {error.start}): save it as plain UTF-8"
+            ) from error
+        return data
+
     def _write_line(self, line: bytes | None) -> None:
-        data = self._env_file.read_bytes()
+        data = self._read_env()
         changed = with_setting_line(data, MODE, line)
         if changed == data:
             return
@@ -172,7 +187,11 @@ class ComposeTarget(Target):
             self._docker(*command, settings=settings)
 
     def _engine_answers(self) -> bool:
-        return bool(self._run("docker", "version", "--format", "{{.Server.Version}}", check=False))
+        ask = ("docker", "version", "--format", "{{.Server.Version}}")
+        try:
+            return bool(self._run(*ask, check=False, timeout_s=ANSWER_S))
+        except subprocess.TimeoutExpired:
+            return False
 
     def _docker(
         self, *arguments: str, check: bool = True, settings: dict[str, str] | None = None
@@ -180,7 +199,11 @@ class ComposeTarget(Target):
         return self._run(*self._compose, *arguments, check=check, settings=settings)
 
     def _run(
-        self, *command: str, check: bool = True, settings: dict[str, str] | None = None
+        self,
+        *command: str,
+        check: bool = True,
+        settings: dict[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> str:
         # What is in the environment wins over .env, where Compose finds the other settings.
         env = {k: v for k, v in os.environ.items() if not k.startswith("COMPUTECACHE_")}
@@ -201,7 +224,7 @@ class ComposeTarget(Target):
             )
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                output, errors = process.communicate()
+                output, errors = process.communicate(timeout=timeout_s)
             except BaseException:
                 process.kill()
                 process.wait()

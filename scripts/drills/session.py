@@ -75,6 +75,7 @@ class Session:
         self.started_at = now()
         self.visits: list[Visit] = []
         self.ended_by: Check | None = None
+        self.left = False  # whether `finish` has left the target as it should be
 
     def visit(
         self, role: Role, mode: Mode, *, scan_limit: int | None = None, seed: int = 0
@@ -121,9 +122,6 @@ class Session:
         except RecordError as error:
             detail = f"ended before phase {self.state.values['phase']}: {error}"
             self.ended_by = make_check("records", UNKNOWN, detail)
-        except BaseException:
-            self.target.leave_in_lru()  # a bug: no verdict, but lru all the same
-            raise
         ignore_signals()
         if self.ended_by:
             say(f"{self.ended_by['detail']}; leaving the target in lru")
@@ -146,6 +144,7 @@ class Session:
         except (TargetError, EnvFileError, RecordError) as error:
             mode, left = self._restore_after(error, verdict, promoting)
         say(left)
+        self.left = True
         return {
             "started_at": self.started_at,
             "finished_at": now(),
@@ -200,6 +199,7 @@ def _leave_out_interruption(loop: asyncio.AbstractEventLoop, context: dict) -> N
 def open_session(options: argparse.Namespace) -> Iterator[Session]:
     """Hold the output folder's lock, mend what a killed drill left, and catch signals.
 
+    Whatever is raised before `finish` has left the target as it should be, it is left in lru.
     Raises TargetError when another drill holds the folder or the target cannot be used, RecordError
     when the folder cannot be written.
     """
@@ -217,8 +217,15 @@ def open_session(options: argparse.Namespace) -> Iterator[Session]:
         target.begin()
         state.values = {"target": target.name, "started_at": now()}
         state.save(phase="start", mode="lru", finished=False)
+        session = Session(options, target, state)
         with signals_as_interruption():
-            yield Session(options, target, state)
+            try:
+                yield session
+            except BaseException:
+                if not session.left:  # a bug: no verdict, but lru all the same
+                    ignore_signals()
+                    target.leave_in_lru()
+                raise
 
 
 def _lock_file(out: Path) -> IO[str]:

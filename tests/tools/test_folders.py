@@ -12,7 +12,6 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 FOLDERS = ("tools", "scripts")
-FILES = sorted(path for folder in FOLDERS for path in (REPO / folder).rglob("*.py"))
 # The unpatched module of the lab is, by definition, what the installer reverts to.
 COMMANDS_FOR_LIBRARIES = {("tools/lab/pool.py", "install_computecache")}
 # Both sides have to read a trace alike.
@@ -81,11 +80,3 @@ def test_no_circle_between_wings(folder):
 def test_names_are_unique_on_the_shared_path():
     names = [*wings("tools"), *commands("tools"), *wings("scripts"), *commands("scripts")]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_file_names_its_licence_and_says_what_it_is(path):
-    text = path.read_text()
-    head = text.splitlines()[:2]
-    assert "# SPDX-License-Identifier: Apache-2.0" in head
-    assert ast.get_docstring(ast.parse(text)), "no docstring"

@@ -435,6 +435,31 @@ class FallbackTest(unittest.TestCase):
         self.assertEqual((policy.fallbacks, len(logs.output)), (2, 1))
         self.assertEqual(queue.ids(), list(range(8)))
 
+    def test_no_exception_leaves_the_eviction_hook(self):
+        policy, _, queue = hashed_queue(8)
+        stranger = Block(99)  # of no block of this pool
+        with self.assertLogs(policy_module.logger, "ERROR") as logs:
+            policy.on_evicted(stranger)
+            policy.on_evicted(stranger)
+        self.assertEqual((policy.fallbacks, len(logs.output)), (2, 1))
+        policy.reorder_free_queue(queue, 2, ())
+        self.assertEqual(policy.fallbacks, 2)
+
+    def test_a_reset_that_fails_switches_the_policy_off(self):
+        policy, blocks, queue = hashed_queue(8)
+        model = policy_module.ReuseModel
+        policy_module.ReuseModel = None
+        try:
+            with self.assertLogs(policy_module.logger, "ERROR") as logs:
+                policy.reset()
+        finally:
+            policy_module.ReuseModel = model
+        self.assertEqual((policy.enabled, policy.fallbacks, len(logs.output)), (False, 1, 1))
+        policy.on_access(blocks[0])
+        policy.on_evicted(blocks[0])
+        policy.reorder_free_queue(queue, 2, ())
+        self.assertEqual((queue.ids(), policy.decisions), (list(range(8)), 0))
+
 
 class ReuseTest(unittest.TestCase):
     def test_a_recycled_block_starts_clean(self):

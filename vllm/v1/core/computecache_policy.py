@@ -153,7 +153,7 @@ class Counters:
     inspected_blocks: int = _count("Free-queue blocks looked at while choosing.")
     sorted_blocks: int = _count(
         "Freed blocks sorted into a list beside the decisions: at most one for each block that "
-        "requests took, and one pool's worth more."
+        "requests took, and one pool's worth more after each start, reset and fallback."
     )
     demoted_blocks: int = _count("Never reused blocks put first in line when they were sorted.")
     fallbacks: int = _count("Decisions left to LRU because of an unexpected state or an error.")
@@ -1170,8 +1170,15 @@ class ComputeCachePolicy:
 
     def reset(self) -> None:
         """The prefix cache was emptied: every block is unsorted, nothing is remembered."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             self._start()
+        except Exception:
+            self.enabled = False
+            self.lists.words = []  # what on_evicted asks
+            self.counters.fallbacks += 1
+            logger.exception("ComputeCache: a reset failed: off from now on. Serving goes on.")
 
     def _start(self) -> None:
         blocks = self.num_blocks if self.enabled else 0
@@ -1239,16 +1246,19 @@ class ComputeCachePolicy:
         words = self.lists.words  # none in lru mode
         if not words or block.ref_cnt:
             return
-        block_id = block.block_id
-        word = words[block_id]
-        if block.next_free_block is not None:  # it keeps its place in the queue
-            words[block_id] = self.lists.intern(word | UNHASHED)
-            return
-        words[block_id] = self._fresh
-        if word & UNUSUAL:
-            self._correct(word, block)
-        if self.debt.owed:
-            self._pay()
+        try:
+            block_id = block.block_id
+            word = words[block_id]
+            if block.next_free_block is not None:  # it keeps its place in the queue
+                words[block_id] = self.lists.intern(word | UNHASHED)
+                return
+            words[block_id] = self._fresh
+            if word & UNUSUAL:
+                self._correct(word, block)
+            if self.debt.owed:
+                self._pay()
+        except Exception:
+            self._fall_back("on_evicted")
 
     def _correct(self, word: int, block: Block) -> None:
         """The decision counted its victims as never reused and observed: this one was not."""
@@ -1273,12 +1283,9 @@ class ComputeCachePolicy:
 
     def _pay(self) -> None:
         """Sort a freed block for each one that the request took, new or from the cache."""
-        try:
-            done = self.order.sort(self.debt.due())
-            self.debt.repay(done)
-            self.counters.sorted_blocks += done
-        except Exception:
-            self._fall_back("sorting")
+        done = self.order.sort(self.debt.due())
+        self.debt.repay(done)
+        self.counters.sorted_blocks += done
 
     def reorder_free_queue(
         self, queue: Queue, num_blocks: int, protected_block_ids: Container[int]
