@@ -26,14 +26,17 @@ fi
 
 wanted=$(sha256sum pyproject.toml | cut -d' ' -f1)
 missing=()
+alone=()
 for group in "${groups[@]}"; do
-    [ "$(cat ".venv/setup-$group.sha256" 2>/dev/null)" = "$wanted" ] || missing+=(--group "$group")
+    [ "$(cat ".venv/setup-$group.sha256" 2>/dev/null)" != "$wanted" ] || continue
+    if [ "$group" = lmcache ]; then alone=(--group lmcache); else missing+=(--group "$group"); fi
 done
-if [ ${#missing[@]} -gt 0 ]; then
-    say "installing ${missing[*]} (the first time takes minutes)"
+if [ ${#missing[@]} -gt 0 ] || [ ${#alone[@]} -gt 0 ]; then
+    say "installing ${missing[*]} ${alone[*]} (the first time takes minutes)"
     # --group needs pip 25.1; later pips are not tried.
     "$python" -m pip install --quiet pip==25.3
-    "$python" -m pip install --quiet "${missing[@]}"
+    [ ${#missing[@]} -eq 0 ] || "$python" -m pip install --quiet "${missing[@]}"
+    [ ${#alone[@]} -eq 0 ] || "$python" -m pip install --quiet --no-deps "${alone[@]}"
     if [[ " ${missing[*]} " == *" serve "* ]]; then
         # What pip resolves of this family needs CUDA libraries and breaks `import vllm`.
         "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null

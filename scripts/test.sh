@@ -21,7 +21,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
 
-bash scripts/setup_env.sh serve tools peers test
+bash scripts/setup_env.sh serve tools peers lmcache test
 bash scripts/lint.sh
 # The policy and its safety suite need the standard library only.
 python3 tests/v1/core/test_computecache_policy.py

@@ -316,11 +316,11 @@ def test_a_sort_that_fails_leaves_the_books_in_order():
         pool.free_blocks(pool.get_new_blocks(1))
         pinned.ref_cnt = 0
         assert pool.computecache.model.unobserved == fresh_words(pool.computecache)
-    assert pool.computecache.fallbacks == 20
-    assert pool.computecache.enabled  # a decision succeeded between any two of them
+    assert pool.computecache.counters.rebuilds == 20
+    assert pool.computecache.enabled  # no more than one in a pool's worth of allocations
 
 
-def test_failures_in_the_eviction_hook_alone_switch_the_policy_off():
+def test_rebuilds_in_the_eviction_hook_alone_switch_the_policy_off():
     pool = make_pool(1024)
     client = Client(pool)
     for number in range(10):
@@ -332,7 +332,7 @@ def test_failures_in_the_eviction_hook_alone_switch_the_policy_off():
         pool.free_blocks(pool.get_new_blocks(1))
     policy = pool.computecache
     assert not policy.enabled
-    assert policy.fallbacks == policy_module.MAX_FALLBACKS
+    assert policy.counters.rebuilds == policy_module.MAX_REBUILDS
 
 
 def test_the_null_block_is_never_a_victim():
@@ -490,3 +490,91 @@ TestPoolMachine.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+class ForeignMachine(RuleBasedStateMachine):
+    """Other code moves and takes blocks of the free queue between any two hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = make_pool(24, scan_limit=5)
+        self.client = Client(self.pool)
+        self.running = []
+        self.serial = 0
+
+    @rule(name=st.sampled_from("abcd"), count=st.integers(1, 9), once=st.booleans())
+    def start(self, name, count, once):
+        self.serial += 1
+        if count <= self.pool.get_num_free_blocks():
+            self.running.append(self.client.start(f"{name}{self.serial if once else ''}", count))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.client.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @rule(count=st.integers(1, 3))
+    def decode(self, count):
+        first = free_blocks(self.pool)[:count]
+        if len(first) == count:
+            on = self.pool.computecache.enabled
+            self.running.append(self.pool.get_new_blocks(count))
+            assert on or self.running[-1] == first
+
+    @rule(data=st.data(), count=st.integers(1, 4), whole=st.booleans(), to_front=st.booleans())
+    def move(self, data, count, whole, to_front):
+        """Some blocks go to an end of the queue: neighbours, or any."""
+        free = free_blocks(self.pool)
+        if not free:
+            return
+        if whole:
+            at = data.draw(st.integers(0, len(free) - 1))
+            chosen = free[at : at + count]
+        else:
+            chosen = data.draw(st.permutations(free))[:count]
+        queue = self.pool.free_block_queue
+        for block in chosen:
+            queue.remove(block)
+        (queue.prepend_n if to_front else queue.append_n)(chosen)
+
+    @rule(data=st.data(), evict=st.booleans())
+    def take(self, data, evict):
+        """A block leaves the queue without a word, or with that of its eviction only."""
+        free = free_blocks(self.pool)
+        if not free:
+            return
+        block = data.draw(st.sampled_from(free))
+        self.pool.free_block_queue.remove(block)
+        if evict:
+            self.pool._maybe_evict_cached_block(block)
+        block.ref_cnt += 1
+        self.running.append([block])
+
+    @rule(data=st.data())
+    def splice(self, data):
+        """A run of neighbours moves to the middle of the queue, by its links alone."""
+        free = free_blocks(self.pool)
+        if len(free) < 3:
+            return
+        first = data.draw(st.integers(0, len(free) - 2))
+        last = data.draw(st.integers(first, len(free) - 2))
+        rest = free[:first] + free[last + 1 :]
+        policy_module._splice(free[first], free[last], data.draw(st.sampled_from(rest)))
+
+    @rule()
+    def reset(self):
+        self.pool.reset_prefix_cache()
+
+    @invariant()
+    def queue_is_whole(self):
+        free = free_blocks(self.pool)
+        ids = {block.block_id for block in free}
+        assert len(ids) == len(free)
+        for block in self.pool.blocks:
+            if not block.is_null:
+                assert (block.block_id in ids) == (block.ref_cnt == 0)
+        assert self.pool.computecache.fallbacks == 0
+
+
+TestForeignMachine = ForeignMachine.TestCase
+TestForeignMachine.settings = settings(TestPoolMachine.settings, max_examples=150)

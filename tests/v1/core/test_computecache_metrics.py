@@ -51,11 +51,13 @@ def endpoint(metrics):
         server.server_close()
 
 
-def make_policy(mode="active", **counts):
+def make_policy(mode="active", pool="", off_because="", **counts):
     return SimpleNamespace(
         settings=policy_module.Settings(mode=mode),
         counters=policy_module.Counters(**counts),
-        enabled=mode == "active",
+        enabled=mode == "active" and not off_because,
+        pool=pool,
+        off_because=off_because,
     )
 
 
@@ -203,6 +205,17 @@ def test_the_real_policy_has_every_setting_and_counter(metrics, endpoint):
         else:
             text = families[f"vllm:computecache_{counter.name}"].documentation
             assert text == counter.metadata["help"]
+
+
+def test_pools_are_named_and_one_that_is_off_says_why(metrics, endpoint):
+    collector = metrics.PolicyCollector("0", "active")
+    why = "a connector's reason"
+    collector.policies += [make_policy(), make_policy(pool="scheduler", off_because=why)]
+    port = endpoint(collector, "127.0.0.1", free_port_range()).server_port
+    assert value(port, "off", pool="0", reason="") == 0
+    assert value(port, "off", pool="scheduler", reason=why) == 1
+    assert value(port, "mode_in_force", pool="scheduler", deployed="active") == 0
+    assert value(port, "mode_in_force", pool="0", deployed="active") == 1
 
 
 def test_taken_port_moves_on_and_says_so(metrics, endpoint, caplog):

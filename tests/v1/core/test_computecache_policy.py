@@ -17,6 +17,7 @@ import sys
 import tracemalloc
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -392,36 +393,112 @@ class BoundTest(unittest.TestCase):
         self.assertLess(spent, 32 * size)
 
 
+def scheduler_with(name, settings):
+    """What bind_scheduler reads of vLLM's Scheduler."""
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=settings)
+    return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=name and transfer))
+
+
+class CompanyTest(unittest.TestCase):
+    LAZY = (
+        ("SimpleCPUOffloadConnector", {"lazy_offload": True}),
+        ("LMCacheMPConnector", {"lmcache.mp.lazy_offload": True}),
+    )
+
+    def test_a_connector_that_stores_lazily_leaves_plain_lru_and_is_named_once(self):
+        inner = [{"kv_connector": n, "kv_connector_extra_config": s} for n, s in self.LAZY]
+        for name, settings in (*self.LAZY, ("MultiConnector", {"connectors": inner[1:]})):
+            policy, _, queue = hashed_queue(8)
+            with self.assertLogs(policy_module.logger, "WARNING") as logs:
+                policy.bind_scheduler(scheduler_with(name, settings))
+            policy.reorder_free_queue(queue, 2, ())
+            self.assertEqual((policy.enabled, policy.decisions, len(logs.output)), (False, 0, 1))
+            self.assertIn("LMCache" if "Simple" not in name else "Simple", logs.output[0])
+
+    def test_other_connectors_and_none_change_nothing(self):
+        eager = {"kv_connector": "SimpleCPUOffloadConnector", "lazy_offload": False}
+        for name, settings in (
+            (None, {}),
+            ("OffloadingConnector", {"cpu_bytes_to_use": 1}),
+            ("SimpleCPUOffloadConnector", {"lazy_offload": False}),
+            ("MultiConnector", {"connectors": [eager, {"kv_connector": "ExampleConnector"}]}),
+        ):
+            policy, _, _ = hashed_queue(8)
+            policy.bind_scheduler(scheduler_with(name, settings))
+            self.assertEqual((policy.enabled, policy.pool), (True, "scheduler"))
+
+    def test_a_scheduler_of_another_shape_is_a_counted_failure(self):
+        policy, _, _ = hashed_queue(8)
+        with self.assertLogs(policy_module.logger, "ERROR"):
+            policy.bind_scheduler(object())
+        self.assertEqual((policy.enabled, policy.fallbacks), (True, 1))
+
+    def test_in_lru_mode_nobody_is_looked_at(self):
+        policy = policy_module.ComputeCachePolicy(policy_module.Settings(), 8, 1)
+        policy.bind_scheduler(object())
+        self.assertEqual((policy.pool, policy.fallbacks), ("scheduler", 0))
+
+    def test_whoever_reads_the_queue_behind_a_cursor_switches_the_policy_off(self):
+        policy, blocks, queue = hashed_queue(8)
+        queue.iter_blocks_after = lambda cursor: iter(blocks[cursor.block_id + 1 :])
+        for _ in range(2):  # the second with the lists begun anew
+            policy.reorder_free_queue(queue, 1, ())
+            policy.reset()
+        policy.reorder_free_queue(queue, 1, ())
+        self.assertTrue(policy.enabled)
+        with self.assertLogs(policy_module.logger, "WARNING") as logs:
+            read = [list(queue.iter_blocks_after(blocks[5])) for _ in range(2)]
+        self.assertEqual(read, [blocks[6:]] * 2)
+        self.assertEqual((policy.enabled, len(logs.output)), (False, 1))
+        self.assertIn("cursor", policy.off_because)
+
+
 class FallbackTest(unittest.TestCase):
     def test_a_pinned_block_leaves_the_queue_as_it_was(self):
         policy, blocks, queue = hashed_queue(8)
         reuse(policy, queue, blocks[0])
         blocks[3].ref_cnt = 1
-        with self.assertLogs(policy_module.logger, "ERROR") as logs:
+        with self.assertLogs(policy_module.logger, "WARNING") as logs:
             for _ in range(3):
                 policy.reorder_free_queue(queue, 2, ())
         self.assertEqual(queue.ids(), list(range(8)))
-        self.assertEqual((policy.fallbacks, len(logs.output)), (3, 1))
+        self.assertEqual((policy.counters.rebuilds, len(logs.output)), (3, 1))
         blocks[3].ref_cnt = 0
         policy.reorder_free_queue(queue, 2, ())
-        self.assertEqual((queue.ids()[:2], policy.fallbacks), ([1, 2], 3))
+        self.assertEqual((queue.ids()[:2], policy.counters.rebuilds), ([1, 2], 3))
+        self.assertEqual(policy.fallbacks, 0)
 
     def test_a_broken_link_is_not_followed(self):
         policy, blocks, queue = hashed_queue(8)
         blocks[4].next_free_block = None
-        with self.assertLogs(policy_module.logger, "ERROR"):
+        with self.assertLogs(policy_module.logger, "WARNING"):
             policy.reorder_free_queue(queue, 6, ())
-        self.assertEqual(policy.fallbacks, 1)
+        self.assertEqual(policy.counters.rebuilds + policy.fallbacks, 1)
         self.assertIs(queue.fake_free_list_head.next_free_block, blocks[0])
 
     def test_a_policy_that_keeps_failing_switches_itself_off(self):
+        class Broken:
+            def __bool__(self):
+                raise RuntimeError("no answer")
+
+        policy, _, queue = hashed_queue(8)
+        with self.assertLogs(policy_module.logger, "WARNING") as logs:
+            for _ in range(policy_module.MAX_FALLBACKS + 5):
+                policy.reorder_free_queue(queue, 4, Broken())
+        self.assertEqual((policy.enabled, policy.off_because), (False, "8 failures in a row"))
+        self.assertEqual((policy.fallbacks, len(logs.output)), (policy_module.MAX_FALLBACKS, 2))
+
+    def test_where_other_code_keeps_changing_the_queue_the_policy_switches_itself_off(self):
         policy, blocks, queue = hashed_queue(8)
         blocks[3].ref_cnt = 1
-        with self.assertLogs(policy_module.logger, "ERROR") as logs:
-            for _ in range(policy_module.MAX_FALLBACKS + 5):
-                policy.reorder_free_queue(queue, 4, ())
+        with self.assertLogs(policy_module.logger, "WARNING") as logs:
+            for _ in range(policy_module.MAX_REBUILDS + 5):
+                policy.reorder_free_queue(queue, 1, ())
         self.assertFalse(policy.enabled)
-        self.assertEqual((policy.fallbacks, len(logs.output)), (policy_module.MAX_FALLBACKS, 2))
+        self.assertIn("other code", policy.off_because)
+        rebuilds = policy.counters.rebuilds
+        self.assertEqual((rebuilds, len(logs.output)), (policy_module.MAX_REBUILDS, 2))
+        self.assertEqual(queue.ids(), list(range(8)))
 
     def test_an_exception_from_outside_is_counted_and_logged_once(self):
         class Broken:

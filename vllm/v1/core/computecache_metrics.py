@@ -38,8 +38,8 @@ class PolicyCollector(Collector):
     What there is to serve is what the policy's Settings and Counters have; the HELP texts are
     those of Counters.
 
-    `pool` numbers the policies in the order in which they were added: the
-    scheduler's own block pool is "0", an offload connector's pool comes later.
+    `pool` is "scheduler" for the pool that requests allocate from. Others, such as an offload
+    connector's, are numbered in the order in which they were built.
     """
 
     def __init__(self, engine: str, deployed_mode: str = "lru") -> None:
@@ -48,7 +48,9 @@ class PolicyCollector(Collector):
         self.policies: list[Any] = []
 
     def collect(self) -> Iterator[Metric]:
-        pools = [([self.engine, str(i)], policy) for i, policy in enumerate(self.policies)]
+        pools = [
+            ([self.engine, policy.pool or str(i)], policy) for i, policy in enumerate(self.policies)
+        ]
         labels = ("engine", "pool")
         if not pools:
             return
@@ -64,8 +66,8 @@ class PolicyCollector(Collector):
 
         in_force = GaugeMetricFamily(
             f"{PREFIX}_mode_in_force",
-            "1 if the policy acts as COMPUTECACHE_MODE asks, 0 if the value was refused "
-            "or prefix caching is off.",
+            "1 if the policy acts as COMPUTECACHE_MODE asks, 0 if the value was refused, "
+            "prefix caching is off or the policy switched itself off.",
             labels=(*labels, "deployed"),
         )
         wanted = self.deployed_mode.strip(" \t\r\n\"'").lower()
@@ -75,6 +77,15 @@ class PolicyCollector(Collector):
                 [*pool, self.deployed_mode.strip()], acts and policy.settings.mode == wanted
             )
         yield in_force
+
+        off = GaugeMetricFamily(
+            f"{PREFIX}_off",
+            "1 if an active policy leaves its pool in plain LRU for good, and why.",
+            labels=(*labels, "reason"),
+        )
+        for pool, policy in pools:
+            off.add_metric([*pool, policy.off_because], bool(policy.off_because))
+        yield off
 
         victims = CounterMetricFamily(
             f"{PREFIX}_victims",
@@ -191,9 +202,9 @@ _collector: PolicyCollector | None = None
 def serve_policy(policy: Any, environ: Mapping[str, str] = os.environ) -> None:
     """Add `policy` to this process's endpoint; the first call starts the endpoint.
 
-    `policy` needs the attributes `settings` and `counters`, dataclasses, and `enabled`. It stays
-    listed for the life of the process. Nothing is bound unless COMPUTECACHE_METRICS_PORT is
-    set; COMPUTECACHE_METRICS_HOST (default 127.0.0.1) is the address.
+    `policy` needs the attributes `settings` and `counters`, dataclasses, `enabled`, `pool` and
+    `off_because`. It stays listed for the life of the process. Nothing is bound unless
+    COMPUTECACHE_METRICS_PORT is set; COMPUTECACHE_METRICS_HOST (default 127.0.0.1) is the address.
 
     Raises:
         ValueError, OSError: the port is malformed or nothing can be bound. The

@@ -157,6 +157,10 @@ class Counters:
     )
     demoted_blocks: int = _count("Never reused blocks put first in line when they were sorted.")
     fallbacks: int = _count("Decisions left to LRU because of an unexpected state or an error.")
+    rebuilds: int = _count(
+        "Times the free queue was not as BlockPool and the policy leave it: other code moved "
+        "blocks in it, and the policy began its lists anew."
+    )
     victims_unhashed: int = _count("Victims that had no hash.")
     victims_never_reused: int = _count("Victims with a hash that no request took from the cache.")
     victims_reused: int = _count("Victims that a request had taken from the cache.")
@@ -591,6 +595,7 @@ SPENT = 1  # the next victims: without a hash, or demoted
 FIRST_LIST = 2  # a kind's list is at FIRST_LIST + kind
 PROTECTED = 5  # the last victims: with a reuse watcher
 PLACES = 5
+PLACES_IN_ORDER = tuple(range(1, PLACES + 1))
 
 
 # -- the lists -------------------------------------------------------------------------
@@ -599,7 +604,7 @@ Run = tuple[Block, Block, int, int]  # neighbours in the queue: first, last, blo
 
 
 class QueueError(RuntimeError):
-    """The free queue is not what BlockPool promises; the decision is left alone."""
+    """Other code moved or took blocks of the lists: they are begun anew, nothing is moved."""
 
 
 class FreeLists:
@@ -610,6 +615,11 @@ class FreeLists:
     `ends[place]` is the last block up to the end of a place, which is that of the place before
     where the place is empty; `ends[0]` is the queue's head. BlockPool appends behind the lists
     and prepends before them. `check` says what holds between any two calls of the policy.
+
+    Other code may have moved or taken any block in the meantime, so no splice relies on the
+    books: the blocks that move were walked in the same call, each with the word it must have
+    (`run_from`, `Ordering.sort`), and the block they move behind is in a list (`stands`). What
+    does not fit is a QueueError.
     """
 
     def __init__(self, model: ReuseModel, num_blocks: int) -> None:
@@ -636,6 +646,7 @@ class FreeLists:
         """There are no lists; what is known of each block stays. In proportion to the pool."""
         if self.queue is not None:
             self.words = [self.intern(word & ~PLACE_MASK) for word in self.words]
+            self.model.unobserved = sum(bool(word & FRESH) for word in self.words)
         self.queue = None
         self._clear()
 
@@ -651,6 +662,8 @@ class FreeLists:
 
     def take_out(self, block: Block, place: int) -> None:
         """`block` of `place` is about to be taken out of the queue."""
+        if not self.counts[place]:
+            raise QueueError(f"block {block.block_id} was in no list")
         self.counts[place] -= 1
         if block is self.ends[place]:
             head, before = self.ends[0], block.prev_free_block
@@ -664,11 +677,12 @@ class FreeLists:
         Returns how many and whether that was all; if `budget` ends first, nothing changes.
         """
         words, ends = self.words, self.ends
+        self.stand()
         if ends[PLACES] is ends[0]:
             return 0, True  # no lists: nothing stands before them
         found: list[Block] = []
-        block = ends[0].next_free_block
-        while not words[block.block_id] & PLACE_MASK:
+        block, tail = ends[0].next_free_block, self.queue.fake_free_list_tail
+        while block is tail or not words[block.block_id] & PLACE_MASK:
             if len(found) == budget:
                 return budget, False
             found.append(block)
@@ -703,12 +717,17 @@ class FreeLists:
         head = at = ends[0]
         if counts[SPENT]:
             at = ends[SPENT]
+            self.stands(at)
             counts[SPENT] = 0
             self._set_end(SPENT, at, head)
         for first, last, length, place in runs:
             counts[place] -= length
-            if last is None:
-                continue
+            if last is None:  # not walked: they are next in the queue
+                if counts[place]:
+                    continue
+                last = ends[place]
+                if first.prev_free_block is not at:
+                    raise QueueError(f"list {place} is not the first in the queue")
             if not counts[place]:
                 self._set_end(place, last, ends[place - 1])
             if first.prev_free_block is not at:
@@ -724,11 +743,55 @@ class FreeLists:
     def append(self, first: Block, last: Block, length: int, place: int) -> None:
         """Put the run first..last, in no list so far, at the end of `place`."""
         end = self.ends[place]
+        self.stands(end)
         self.counts[place] += length
         if first.prev_free_block is not end:
             self.moved = True
             _splice(first, last, end)
         self._set_end(place, end, last)
+
+    def run_from(
+        self, block: Block, most: int, place: int, limit: int | None
+    ) -> tuple[Block, Block, int]:
+        """From `block` on, at most `most` blocks of `place` with a stamp up to `limit`.
+
+        The first is taken whatever its stamp; without a limit, all are. Returns the last, the
+        one behind it and how many.
+        """
+        words, last, length = self.words, block, 0
+        while length < most:
+            if words[block.block_id] & PLACE_MASK != place:
+                raise QueueError(f"block {block.block_id} is not in list {place}")
+            last, block = block, _next(block)
+            length += 1
+            if limit is not None and words[block.block_id] >> STAMP_SHIFT > limit:
+                break
+        return last, block, length
+
+    def front(self, place: int) -> Block:
+        """The oldest block of a list that has some."""
+        block = self.ends[place - 1].next_free_block
+        if block is None:
+            raise QueueError(f"list {place} has no front")
+        return block
+
+    def stand(self) -> None:
+        """QueueError unless the ends are where the policy left them, as far as they show."""
+        words, ends = self.words, self.ends
+        before = ends[0]
+        for place in PLACES_IN_ORDER:
+            end = ends[place]
+            if end is not before:
+                if end.next_free_block is None or words[end.block_id] & PLACE_MASK != place:
+                    raise QueueError(f"block {end.block_id} was the end of list {place}")
+                before = end
+
+    def stands(self, end: Block) -> None:
+        """QueueError unless blocks can be put behind this end."""
+        if end is self.ends[0]:
+            return
+        if end.next_free_block is None or not self.words[end.block_id] & PLACE_MASK:
+            raise QueueError(f"block {end.block_id} has left the lists")
 
     def _set_end(self, place: int, old: Block, new: Block) -> None:
         """The end of `place`, and of the empty places behind it, is `new` instead of `old`."""
@@ -826,6 +889,7 @@ class Ordering:
     def sort(self, budget: int) -> int:
         """Sort up to `budget` freed blocks, oldest first, into the lists; how many were."""
         lists, words, model = self.lists, self.lists.words, self.model
+        lists.stands(lists.ends[PLACES])
         block, tail = lists.ends[PLACES].next_free_block, lists.queue.fake_free_list_tail
         starts: Starts = []
         sample: dict[bytes, Block] = {}  # blocks to follow by their hash, all with `word`
@@ -844,6 +908,8 @@ class Ordering:
                         sample = {}
                     model.unobserved -= bool(wanted) * (looked - since)
                     word, since, plain = words[block_id], looked, False
+                    if word & PLACE_MASK:
+                        raise QueueError(f"block {block_id} stands behind the lists")
                     wanted = model.below if word & FRESH else b""
                     new_word = self._sorted_word(word)
                 block_hash = block.block_hash
@@ -951,10 +1017,10 @@ class Ordering:
 
     def _eviction_cost(self) -> float:
         """Index of the block that the lists would give up next; 0 where there is none."""
-        counts, ends, least = self.lists.counts, self.lists.ends, None
+        counts, least = self.lists.counts, None
         for place in range(FIRST_LIST, PROTECTED):
             if counts[place]:
-                rank = self._front_rank(place, ends[place - 1].next_free_block)
+                rank = self._front_rank(place, self.lists.front(place))
                 if least is None or rank < least:
                     least = rank
         if least is None:
@@ -989,22 +1055,21 @@ class Ordering:
     def _choose_runs(self, need: int, budget: int) -> tuple[list[Run], int]:
         """The runs that give `need` victims after the spent ones, and the blocks walked.
 
-        A run whose blocks stand next in the queue when it is their turn has no last block.
+        A run whose blocks stand next in the queue when it is their turn is not walked and has
+        no last block.
         """
-        ends, left = self.lists.ends, list(self.lists.counts)
+        left = list(self.lists.counts)
         runs: list[Run] = []
         walked = 0
         places = range(FIRST_LIST, PROTECTED) if need else ()
-        fronts = {place: ends[place - 1].next_free_block for place in places if left[place]}
+        fronts = {place: self.lists.front(place) for place in places if left[place]}
         while need and fronts:
             place, limit = self._lowest(fronts) if walked < budget else (min(fronts), None)
             first, last = fronts[place], None
             length = min(need, left[place])
-            if limit is None and length == left[place]:
-                last = ends[place]
-            elif limit is not None or place != min(fronts):
+            if limit is not None or place != min(fronts):
                 most = min(length, budget - walked)
-                last, fronts[place], length = self._walk(first, most, limit)
+                last, fronts[place], length = self.lists.run_from(first, most, place, limit)
                 walked += length
             runs.append((first, last, length, place))
             need -= length
@@ -1012,19 +1077,6 @@ class Ordering:
             if not left[place]:
                 del fronts[place]
         return runs, walked
-
-    def _walk(self, block: Block, most: int, limit: int | None) -> tuple[Block, Block, int]:
-        """From `block` on, at most `most` blocks with a stamp up to `limit` (None: any).
-
-        The first is taken whatever its stamp. Returns the last, the one behind it and how many.
-        """
-        last, length = block, 0
-        while length < most:
-            last, block = block, _next(block)
-            length += 1
-            if limit is not None and self.lists.words[block.block_id] >> STAMP_SHIFT > limit:
-                break
-        return last, block, length
 
     def _lowest(self, fronts: Mapping[int, Block]) -> tuple[int, int | None]:
         """The list to take from, and the stamp up to which its blocks go first; None: all do."""
@@ -1046,6 +1098,7 @@ LET_THROUGH_SHARE = 1 / 8  # of never reused allocations, drawn at random, that 
 SAVED_SCANS = 16  # scan limits' worth of saved sorting that one decision may spend, and ...
 SAVED_BLOCKS = 1024  # ... blocks: the most that a request waits for, whatever the scan limit
 MAX_FALLBACKS = 8  # failures, one decision after another, that switch the policy off
+MAX_REBUILDS = 8  # in a pool's worth of allocations, that switch the policy off
 SHARED_UNITS = 8  # clock units (8 blocks or more): a touch of a block in use is reuse if as old
 
 
@@ -1084,6 +1137,26 @@ class Debt:
         """So many of those due were sorted; the rest is saved."""
         self._saved = min(self._saved + self.owed - done, self._most)
         self.owed = 0
+
+
+LAZY_SETTINGS = ("lazy_offload", "lmcache.mp.lazy_offload")  # of KV connectors
+
+
+def lazy_connector(name: str, settings: Mapping[str, Any]) -> str:
+    """The connector of these, or within a MultiConnector, that stores lazily; "" without one.
+
+    Such a connector stores the blocks that LRU would evict next, and pins them meanwhile. It
+    misses what the policy evicts first, and its pins look like reuse.
+    """
+    if any(settings.get(setting) for setting in LAZY_SETTINGS):
+        return name
+    for inner in settings.get("connectors") or ():
+        found = lazy_connector(
+            inner.get("kv_connector", ""), inner.get("kv_connector_extra_config") or {}
+        )
+        if found:
+            return found
+    return ""
 
 
 def _serve_metrics(policy: "ComputeCachePolicy") -> None:
@@ -1138,6 +1211,9 @@ class ComputeCachePolicy:
         self.hash_block_size = hash_block_size
         self.enabled = settings.mode == "active" and enable_caching
         self.counters = Counters()
+        self.off_because = ""  # why an active policy leaves the queue alone for good
+        self.pool = ""  # "scheduler" once that is known; a connector's pools have no name
+        self._cursor_read: Any = None
         self._warned = False
         self._start()
 
@@ -1175,10 +1251,10 @@ class ComputeCachePolicy:
         try:
             self._start()
         except Exception:
-            self.enabled = False
             self.lists.words = []  # what on_evicted asks
             self.counters.fallbacks += 1
-            logger.exception("ComputeCache: a reset failed: off from now on. Serving goes on.")
+            logger.exception("ComputeCache: a reset failed.")
+            self._switch_off("a reset failed")
 
     def _start(self) -> None:
         blocks = self.num_blocks if self.enabled else 0
@@ -1187,6 +1263,7 @@ class ComputeCachePolicy:
         self.order = Ordering(self.settings, self.lists, self.counters, self.hash_block_size)
         self.debt = Debt(blocks, self.settings.scan_limit)
         self._failed = self._failed_at = 0  # failures in a row, decision of the last one
+        self._rebuilt = self._rebuilt_from = 0  # rebuilds since the clock was that
         self._clock = 0  # blocks handed out or taken out of the free queue by a hit
         self._taken = REUSED << KIND_SHIFT  # the word of a block that is taken back
         self._fresh = FRESH  # the word of a block handed out by the current decision
@@ -1223,8 +1300,8 @@ class ComputeCachePolicy:
             self._reuse_since_decision = True
             lists.words[block.block_id] = self._taken
             self._observe_reuse(block, word)
-        except Exception:
-            self._fall_back("on_access")
+        except Exception as error:
+            self._fall_back("on_access", error)
 
     def _observe_reuse(self, block: Block, word: int) -> None:
         """A block that had this word is reused: news for the model, if it is in the sample."""
@@ -1257,8 +1334,8 @@ class ComputeCachePolicy:
                 self._correct(word, block)
             if self.debt.owed:
                 self._pay()
-        except Exception:
-            self._fall_back("on_evicted")
+        except Exception as error:
+            self._fall_back("on_evicted", error)
 
     def _correct(self, word: int, block: Block) -> None:
         """The decision counted its victims as never reused and observed: this one was not."""
@@ -1304,12 +1381,11 @@ class ComputeCachePolicy:
         if self.settings.scan_limit > 1:
             try:
                 if self.lists.queue is not queue:
-                    self._forget_lists()
-                    self.lists.attach(queue)
+                    self._attach(queue)
                 self.lists.protected = protected_block_ids
                 self._decide(num_blocks)
-            except Exception:
-                self._fall_back("a decision")
+            except Exception as error:
+                self._fall_back("a decision", error)
         log_every = self.settings.log_every
         if log_every and counters.decisions % log_every == 0:
             logger.info("ComputeCache: %s, guard: %s", counters, self.model.guard.state.value)
@@ -1318,9 +1394,13 @@ class ComputeCachePolicy:
         self.lists.forget()
         self.debt = Debt(self.num_blocks, self.settings.scan_limit)
 
-    def _fall_back(self, where: str) -> None:
-        self.counters.fallbacks += 1
+    def _fall_back(self, where: str, error: Exception) -> None:
+        """The queue keeps its own order; the lists are begun anew at the next decision."""
         self._forget_lists()
+        if isinstance(error, QueueError):
+            self._count_rebuild(error)
+            return
+        self.counters.fallbacks += 1
         if not self._warned:
             self._warned = True
             logger.exception(
@@ -1332,8 +1412,64 @@ class ComputeCachePolicy:
         self._failed = self._failed + 1 if decision - self._failed_at < 2 else 1
         self._failed_at = decision
         if self._failed == MAX_FALLBACKS:
-            self.enabled = False
-            logger.error("ComputeCache: %d failures in a row: off from now on.", self._failed)
+            self._switch_off(f"{MAX_FALLBACKS} failures in a row")
+
+    def _count_rebuild(self, error: QueueError) -> None:
+        """A rebuild is in proportion to the pool: a few in a pool's worth, and it is enough."""
+        self.counters.rebuilds += 1
+        if self.counters.rebuilds == 1:
+            logger.warning(
+                "ComputeCache: other code changes the free queue (%s). Its order is left alone"
+                " each time this is seen. Serving goes on.",
+                error,
+            )
+        if self._clock - self._rebuilt_from > self.num_blocks:
+            self._rebuilt_from, self._rebuilt = self._clock, 0
+        self._rebuilt += 1
+        if self._rebuilt == MAX_REBUILDS:
+            self._switch_off("other code keeps changing the free queue")
+
+    # -- company ----------------------------------------------------------------------
+
+    def bind_scheduler(self, scheduler: Any) -> None:
+        """`scheduler` has this pool, and a KV connector perhaps; called once, before it serves.
+
+        Other pools of the process are a connector's own.
+        """
+        self.pool = "scheduler"
+        if not self.enabled:
+            return
+        try:
+            transfer = scheduler.vllm_config.kv_transfer_config
+            reader = transfer and lazy_connector(
+                transfer.kv_connector, transfer.kv_connector_extra_config
+            )
+            if reader:
+                self._switch_off(f"{reader} stores what is next in LRU order")
+        except Exception as error:
+            self._fall_back("bind_scheduler", error)
+
+    def _attach(self, queue: Queue) -> None:
+        self._forget_lists()
+        self.lists.attach(queue)
+        read = getattr(queue, "iter_blocks_after", None)
+        if read is None or read is self._cursor_read:
+            return
+
+        def cursor_read(cursor: Block) -> Any:
+            """Who walks the queue behind a cursor misses what is moved in front of it."""
+            queue.iter_blocks_after = read
+            if self.enabled:
+                self._switch_off("a KV connector walks the free queue behind a cursor")
+            return read(cursor)
+
+        queue.iter_blocks_after = self._cursor_read = cursor_read
+
+    def _switch_off(self, reason: str) -> None:
+        """Plain LRU from now on: the queue keeps the order that it has."""
+        self.enabled = False
+        self.off_because = reason
+        logger.warning("ComputeCache: %s: plain LRU from now on. Serving goes on.", reason)
 
     # -- a decision -------------------------------------------------------------------
 
