@@ -44,8 +44,9 @@ WHOLE_NUMBERS = {  # lowest, highest
     "GRAFANA_PORT": (1, 65535),
 }
 FRACTIONS = {"GPU_MEMORY_UTILIZATION", "KV_CACHE_METRICS_SAMPLE"}  # above 0, at most 1
-TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION"}
-BLANK_MEANS_SOMETHING = {"NUM_GPU_BLOCKS"}
+TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION", "KV_TRANSFER_CONFIG"}
+BLANK_MEANS_SOMETHING = {"NUM_GPU_BLOCKS", "KV_TRANSFER_CONFIG"}
+LAZY_SETTINGS = ("lazy_offload", "lmcache.mp.lazy_offload")  # as in computecache_policy.py
 PORTS = {"API_PORT": "8000", "PROMETHEUS_PORT": "9090", "GRAFANA_PORT": "3000"}  # defaults
 POOL = {"MAX_MODEL_LEN": "1024", "NUM_GPU_BLOCKS": "128", "BLOCK_SIZE": "16"}
 CPU_POOL = {"NUM_GPU_BLOCKS": "64", "BLOCK_SIZE": "32"}  # of compose.cpu.yaml; the second is fixed
@@ -82,6 +83,7 @@ PLACEHOLDER = re.compile(
 LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)")
 PLAIN = re.compile(r"[A-Za-z0-9_./:@%+,=-]*")
 QUOTED = re.compile(r"(?P<quote>[\"'])(?P<text>[A-Za-z0-9_./:@%+,=# ?!*()<>;&|-]*)(?P=quote)")
+QUOTED_JSON = re.compile(r"'(?P<text>\{[A-Za-z0-9_./:@%+,=\"{}\[\] -]*\})'")
 
 
 def read_lines(data: bytes) -> tuple[dict[str, str | None], list[str]]:
@@ -109,7 +111,7 @@ def read_lines(data: bytes) -> tuple[dict[str, str | None], list[str]]:
             faults.append(f"line {number}: {name} is set twice: keep one line")
         if PLAIN.fullmatch(raw):
             values[name] = raw
-        elif quoted := QUOTED.fullmatch(raw):
+        elif quoted := QUOTED.fullmatch(raw) or QUOTED_JSON.fullmatch(raw):
             values[name] = quoted["text"]
         else:
             values[name] = None
@@ -165,7 +167,7 @@ def check_values(values: Mapping[str, str | None]) -> list[str]:
 
 def check_together(values: Mapping[str, str | None]) -> list[str]:
     """Faults of values that do not go together, with the defaults of what is not set."""
-    return check_ports(values) + check_pool(values)
+    return check_ports(values) + check_pool(values) + check_connector(values)
 
 
 def check_ports(values: Mapping[str, str | None]) -> list[str]:
@@ -193,6 +195,39 @@ def check_pool(values: Mapping[str, str | None]) -> list[str]:
         f"MAX_MODEL_LEN={longest} is more than the {room} tokens of (NUM_GPU_BLOCKS={blocks} - 1) "
         f"x BLOCK_SIZE={block_size}: lower it, or raise NUM_GPU_BLOCKS (blank: all of the GPU)"
     ]
+
+
+def check_connector(values: Mapping[str, str | None]) -> list[str]:
+    """Faults of a KV connector that the policy cannot share the free queue with."""
+    config = transfer_config(values.get("KV_TRANSFER_CONFIG") or "")
+    if values.get("COMPUTECACHE_MODE") != "active" or config is None:
+        return []
+    if not (lazy := lazy_connector(config)):
+        return []
+    return [
+        f"COMPUTECACHE_MODE='active' and KV_TRANSFER_CONFIG: {lazy} stores lazily, by the order "
+        "that the policy changes: the policy would switch itself off. Store eagerly, or use lru"
+    ]
+
+
+def transfer_config(value: str) -> dict | None:
+    """The KV connector's configuration, or None if that is no JSON object that names one."""
+    try:
+        config = json.loads(value)
+    except ValueError:
+        return None
+    return config if isinstance(config, dict) and config.get("kv_connector") else None
+
+
+def lazy_connector(config: Mapping) -> str:
+    """The connector of `config`, or within it, that stores what LRU would evict next."""
+    extra = config.get("kv_connector_extra_config")
+    if not isinstance(extra, dict):
+        return ""
+    if any(extra.get(setting) for setting in LAZY_SETTINGS):
+        return config.get("kv_connector") or ""
+    inner = [part for part in extra.get("connectors") or () if isinstance(part, dict)]
+    return next(filter(None, map(lazy_connector, inner)), "")
 
 
 def check_secret(value: str, fewest: int) -> str | None:
@@ -231,6 +266,10 @@ def check_setting(name: str, value: str) -> str | None:
         if 0 < sum(int(count or 0) * seconds for count, seconds in spans) < 100 * 365 * 86400:
             return None
         return "must be a time that Prometheus reads, as in 15d, 12h or 1w2d"
+    if name == "KV_TRANSFER_CONFIG":
+        if transfer_config(value):
+            return None
+        return "must be a JSON object with a kv_connector, in single quotes in .env"
     if name.startswith("COMPUTECACHE_"):
         settings = sorted(known for known in KNOWN if known.startswith("COMPUTECACHE_"))
         return f"is no setting; there are {', '.join(settings)}"
@@ -303,6 +342,12 @@ def warnings_for(values: Mapping[str, str | None], path: Path) -> list[str]:
             warnings.append(f"{name} in {path} is obeyed by Compose: it {COMPOSE[name]}")
         elif not name.startswith("COMPUTECACHE_"):
             warnings.append(f"{name} is not used by compose.yaml")
+    config = transfer_config(values.get("KV_TRANSFER_CONFIG") or "")
+    if config and config.get("kv_load_failure_policy") != "recompute":
+        warnings.append(
+            "KV_TRANSFER_CONFIG without kv_load_failure_policy recompute: a load that fails "
+            "fails the request"
+        )
     if os.name == "posix" and path.stat().st_mode & 0o077:
         warnings.append(f"other users can read {path}: chmod 600 {path}")
     return warnings

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import check_env
+from lab.modules import load_module
 
 REPO = Path(__file__).parents[2]
+policy_module = load_module("policy_of_the_check", REPO / "vllm/v1/core/computecache_policy.py")
 COMPOSE = Path(sys.executable).with_name("docker-compose")  # of the test group
 KEY = "8c5f6a1e0b7d4c39a2e1f0d6b5c4a392"
 PASSWORD = "1f2e3d4c5b6a79880716253443526170"
@@ -41,6 +44,16 @@ def write(tmp_path: Path, text: str) -> Path:
     path.write_bytes(text.encode())
     path.chmod(0o600)
     return path
+
+
+def connector(policy: str = "recompute", **extra: object) -> str:
+    """The line of .env for a connector with these settings."""
+    config = {
+        "kv_connector": "SimpleCPUOffloadConnector",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+    return f"KV_TRANSFER_CONFIG='{json.dumps(config)}'\n"
 
 
 BAD = {
@@ -104,6 +117,15 @@ BAD = {
         GOOD + "COMPOSE_FILE=other.yaml\n",
         "COMPOSE_FILE='other.yaml' is obeyed by Compose, but other.yaml is not there",
     ),
+    "connector no JSON": (GOOD + "KV_TRANSFER_CONFIG={}\n", "a shell treats specially"),
+    "connector unnamed": (
+        GOOD + 'KV_TRANSFER_CONFIG=\'{"kv_role":"kv_both"}\'\n',
+        "must be a JSON object with a kv_connector, in single quotes in .env",
+    ),
+    "connector lazy": (
+        GOOD + connector(lazy_offload=True),
+        "SimpleCPUOffloadConnector stores lazily",
+    ),
     "memory above 1": (GOOD + "GPU_MEMORY_UTILIZATION=90\n", "UTILIZATION='90' must be above 0"),
 }
 
@@ -120,6 +142,26 @@ def test_bad_file_is_refused_for_its_one_fault(tmp_path, text, fault):
 def test_good_file_is_accepted(tmp_path):
     code, report, stderr = run(write(tmp_path, GOOD))
     assert (code, report["faults"], report["warnings"], stderr) == (0, [], [], "")
+
+
+def test_a_connector_that_stores_eagerly_is_accepted_and_one_that_fails_requests_is_said(tmp_path):
+    for line in (connector(), connector(lazy_offload=False), connector(connectors=[1, {}])):
+        assert run(write(tmp_path, GOOD + line))[:2] == (0, ANY)
+    _, report, _ = run(write(tmp_path, GOOD + connector("fail")))
+    assert [warning.split(":")[0] for warning in report["warnings"]] == [
+        "KV_TRANSFER_CONFIG without kv_load_failure_policy recompute"
+    ]
+    lru = GOOD.replace("=active", "=lru") + connector(lazy_offload=True)
+    assert run(write(tmp_path, lru))[0] == 0
+
+
+def test_lazy_connectors_are_those_that_the_policy_steps_aside_for():
+    lazy = {"lmcache.mp.lazy_offload": True}
+    inner = [{"kv_connector": "B", "kv_connector_extra_config": lazy}, {"kv_connector": "C"}]
+    for extra in ({}, lazy, {"lazy_offload": 1}, {"connectors": inner}, {"lazy_offload": False}):
+        config = {"kv_connector": "A", "kv_connector_extra_config": extra}
+        assert check_env.lazy_connector(config) == policy_module.lazy_connector("A", extra)
+    assert policy_module.lazy_connector("A", {"connectors": inner}) == "B"
 
 
 def test_the_example_is_good_but_for_its_two_placeholders(tmp_path):
@@ -333,7 +375,7 @@ def test_accepted_lines_are_read_alike_by_a_shell_and_dotenv(tmp_path_factory, r
 
 
 def test_accepted_lines_are_read_alike_by_compose(tmp_path):
-    raws = ["plain-1.5/x:@%+,=", "'a b#c'", '"a; (b) | c*"', "", "''", "a=b"]
+    raws = ["plain-1.5/x:@%+,=", "'a b#c'", '"a; (b) | c*"', "", "''", "a=b", "'{\"a\": [1]}'"]
     lines = [f"NAME{i}={raw}" for i, raw in enumerate(raws)]
     values, faults = check_env.read_lines("\n".join(lines).encode())
     assert faults == []
