@@ -7,6 +7,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -163,12 +164,14 @@ def test_an_engine_that_stays_away_is_named_with_what_to_do(stack, monkeypatch):
 
 def test_a_signal_while_docker_starts_ends_docker_too(stack, monkeypatch):
     started = []
+    (stack.folder / "bin" / "docker").write_text("#!/bin/sh\nexec sleep 600\n")  # ends by a kill
 
     class Interrupting(subprocess.Popen):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             started.append(self)
-            os.kill(os.getpid(), signal.SIGINT)  # before anybody knows of the process
+            # Before anybody knows of the process; to this thread, which holds signals back.
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     monkeypatch.setenv("PATH", f"{stack.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     target = ComposeTarget(stack.folder, lambda **values: None, ready_timeout_s=10)
