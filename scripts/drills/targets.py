@@ -22,7 +22,10 @@ from servers.processes import command_line, group_members, stop_group
 from serving.metrics import fetch, policy_state
 
 # What the installer writes to vllm/v1/core: its hooks, and its modules.
-INSTALLED = ("block_pool.py", "computecache_policy.py", "computecache_metrics.py")
+INSTALLED = (
+    *("block_pool.py", "sched/scheduler.py"),
+    *("computecache_policy.py", "computecache_metrics.py"),
+)
 Save = Callable[..., None]  # keeps what a later drill must know, by name
 
 

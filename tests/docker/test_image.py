@@ -43,11 +43,12 @@ def context(folder: Path) -> set[str]:
 
 
 def test_base_image_is_the_release_the_installer_accepts():
-    base = f"vllm/vllm-openai:v{installer.VERSION}"
-    assert instructions()[0] == ("FROM", base)
+    base = "vllm/vllm-openai:v${VLLM_VERSION}"
+    first = [("ARG", f"VLLM_VERSION={installer.VERSION}"), ("FROM", base)]
+    assert instructions()[:2] == first
     labels = dict(rest.split("=", 1) for rest in shlex.split(dict(instructions())["LABEL"]))
     assert labels["org.opencontainers.image.base.name"] == base
-    assert labels["org.opencontainers.image.version"] == installer.VERSION
+    assert labels["org.opencontainers.image.version"] == "${VLLM_VERSION}"
     assert labels["org.opencontainers.image.revision"] == "${SOURCE_REVISION}"
 
 
@@ -94,10 +95,11 @@ def site(tmp_path) -> Path:
     """A site-packages folder with the released file of vLLM, as the base image has it."""
     site = tmp_path / "site"
     core = site / installer.CORE
-    core.mkdir(parents=True)
+    (core / "sched").mkdir(parents=True)
     (site / "vllm/__init__.py").touch()
-    released = Path(importlib.util.find_spec("vllm").origin).parent / "v1/core/block_pool.py"
-    (core / "block_pool.py").write_bytes(installer.undo(released.read_bytes()))
+    package = Path(importlib.util.find_spec("vllm").origin).parent.parent
+    for path, hooks in installer.EDITS.items():
+        (site / path).write_bytes(installer.undo((package / path).read_bytes(), hooks))
     metadata = site / f"vllm-{installer.VERSION}.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installer.VERSION}\n")

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import check_env
+import install_computecache as installer
 from lab.modules import load_module
 
 REPO = Path(__file__).parents[2]
@@ -126,6 +127,7 @@ BAD = {
         GOOD + connector(lazy_offload=True),
         "SimpleCPUOffloadConnector stores lazily",
     ),
+    "vLLM unknown": (GOOD + "VLLM_VERSION=0.25.1\n", "='0.25.1' must be 0.32.0 or 0.33.0"),
     "memory above 1": (GOOD + "GPU_MEMORY_UTILIZATION=90\n", "UTILIZATION='90' must be above 0"),
 }
 
@@ -153,6 +155,10 @@ def test_a_connector_that_stores_eagerly_is_accepted_and_one_that_fails_requests
     ]
     lru = GOOD.replace("=active", "=lru") + connector(lazy_offload=True)
     assert run(write(tmp_path, lru))[0] == 0
+
+
+def test_the_vllm_releases_are_those_of_the_installer():
+    assert tuple(installer.RELEASES) == check_env.VLLM_VERSIONS
 
 
 def test_lazy_connectors_are_those_that_the_policy_steps_aside_for():

@@ -166,9 +166,11 @@ def add_python(archive: Archive) -> None:
 
     def released(name: str) -> bool:
         inside = name.removeprefix(f"{site}/")
-        ours = ("block_pool", *(module.removesuffix(".py") for module in installer.MODULES))
+        edited = [path.stem for path in installer.EDITS]
+        ours = "|".join([*edited, *(module.removesuffix(".py") for module in installer.MODULES)])
         return not re.fullmatch(
-            rf"vllm/v1/core/(__pycache__/)?({'|'.join(ours)})\..*|ruff.*|libcachesim.*", inside
+            rf"vllm/v1/core/(sched/)?(__pycache__/)?({ours})\..*|ruff.*|libcachesim.*|lmcache.*",
+            inside,
         )
 
     archive.add(Path(os.path.realpath(sys.executable)), f"usr/local/bin/{version}")
@@ -183,8 +185,8 @@ def add_python(archive: Archive) -> None:
     archive.add(Path(sysconfig.get_path("stdlib")), stdlib, standard)
     archive.add(here, site, released)
     archive.link(f"usr/local/lib/{version}/dist-packages", "site-packages")  # Debian's Python
-    pool = (here / installer.TARGET).read_bytes()
-    archive.write(f"{site}/{installer.TARGET}", installer.undo(pool))
+    for path, hooks in installer.EDITS.items():
+        archive.write(f"{site}/{path}", installer.undo((here / path).read_bytes(), hooks))
     for name, number in REMOVED.items():
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
         info = f"{site}/{name}-{number}.dist-info"

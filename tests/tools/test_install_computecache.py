@@ -23,11 +23,14 @@ NAMES = [hook.name for hook in installer.HOOKS]
 REAL_REPO = installer.REPO
 PRISTINE_SHA256 = "6d1e0d89b43e3b2ae396906b9c2f0551dbe192b60d05f8c1ca2d93a91bbbeea3"
 
-# The six anchors with nothing between them but what tells the places apart.
+# The anchors with nothing between them but what tells the places apart.
 BEFORE = b"""
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 class Pool:
-    def __init__(self, metrics_collector):
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+    ):
         self.metrics_collector = metrics_collector
         self._reuse_watchers = {}
     def get_new_blocks(self, num_blocks):
@@ -47,7 +50,12 @@ AFTER = b"""
 from vllm.v1.core.computecache_policy import ComputeCachePolicy
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 class Pool:
-    def __init__(self, metrics_collector):
+    computecache = ComputeCachePolicy.off()
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+    ):
         self.metrics_collector = metrics_collector
         self.computecache = ComputeCachePolicy.from_environ(
             num_gpu_blocks, hash_block_size, enable_caching
@@ -79,11 +87,21 @@ class Pool:
 
 
 @pytest.fixture(scope="session")
-def pristine() -> bytes:
-    spec = importlib.util.find_spec("vllm")
-    data = installer.undo((Path(spec.origin).parent / "v1/core/block_pool.py").read_bytes())
-    assert hashlib.sha256(data).hexdigest() == PRISTINE_SHA256
-    return data
+def released() -> dict[Path, bytes]:
+    """The files that are edited or looked at, as released."""
+    root = Path(importlib.util.find_spec("vllm").origin).parent.parent
+    files = {path: (root / path).read_bytes() for path in installer.USED}
+    for path, hooks in installer.EDITS.items():
+        files[path] = installer.undo(files[path], hooks)
+        digest = hashlib.sha256(files[path]).hexdigest()
+        assert digest == installer.RELEASES["0.32.0"][path]
+    assert hashlib.sha256(files[installer.TARGET]).hexdigest() == PRISTINE_SHA256
+    return files
+
+
+@pytest.fixture(scope="session")
+def pristine(released) -> bytes:
+    return released[installer.TARGET]
 
 
 @pytest.fixture
@@ -98,11 +116,12 @@ def clone(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def tree(tmp_path, pristine, clone) -> Path:
-    """A folder with nothing but the released file: no git, no package metadata."""
+def tree(tmp_path, released, clone) -> Path:
+    """A folder with nothing but the released files: no git, no package metadata."""
     root = tmp_path / "tree"
-    (root / installer.CORE).mkdir(parents=True)
-    target(root).write_bytes(pristine)
+    for path, data in released.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
     return root
 
 
@@ -206,7 +225,7 @@ def test_single_edit_is_mixed_and_named(hook):
 @pytest.mark.parametrize(
     ("data", "present"),
     [
-        pytest.param(AFTER + AFTER, "import, construct", id="everything-twice"),
+        pytest.param(AFTER + AFTER, "import, default, construct", id="everything-twice"),
         pytest.param(
             AFTER.replace(b"        self.computecache.reset()\n", b"", 1)
             + b"        self.computecache.reset()\n",
@@ -283,7 +302,7 @@ def test_install_check_again_and_revert(tree, clone, prepare, capsys):
 
     assert install(tree) == 0
     out = capsys.readouterr().out
-    assert out == f"Applied six guarded ComputeCache edits to {target(tree)}\n"
+    assert out == f"Applied 8 guarded ComputeCache edits to {target(tree)}\n"
     after = snapshot(tree)
     pool, *modules = (str(installer.CORE / name) for name in ("block_pool.py", POLICY, METRICS))
     assert after.keys() - before.keys() == set(modules)
@@ -358,6 +377,103 @@ def test_revert_does_not_ask_for_the_version_or_the_sources(tree, clone, pristin
     assert not module(tree, METRICS).exists()
 
 
+# Two files, earlier installations, anchors that only look right
+
+
+def test_both_files_are_edited_and_the_scheduler_says_once_who_it_is(tree, released):
+    assert install(tree) == 0
+    scheduler = (tree / installer.SCHEDULER).read_bytes()
+    added = set(scheduler.splitlines()) - set(released[installer.SCHEDULER].splitlines())
+    line = b"        self.kv_cache_manager.block_pool.computecache.bind_scheduler(self)"
+    assert (added, scheduler.count(line)) == ({line}, 1)
+
+
+def six_edits_of_an_earlier_version(root: Path) -> None:
+    """block_pool.py without the default, and a scheduler that nobody has edited."""
+    assert install(root) == 0
+    default = next(hook for hook in installer.HOOKS if hook.name == "default")
+    edit(target(root), default.patched, default.pristine)
+    path = root / installer.SCHEDULER
+    path.write_bytes(installer.undo(path.read_bytes(), installer.SCHEDULER_HOOKS))
+    module(root).write_bytes(installer.stamped(b"older = True\n"))
+
+
+def test_an_earlier_installation_is_said_and_brought_up_to_date(tree, released, capsys):
+    six_edits_of_an_earlier_version(tree)
+    capsys.readouterr()
+    assert install(tree, "--check") == 1
+    stale = f"{POLICY}, block_pool.py, scheduler.py"
+    assert capsys.readouterr().out.startswith(f"INSTALLED, outdated or missing: {stale}: ")
+    assert install(tree) == 0
+    assert capsys.readouterr().out.startswith("Brought an earlier installation up to date in ")
+    assert install(tree, "--check") == 0
+    assert install(tree, "--revert") == 0
+    assert {path: (tree / path).read_bytes() for path in released} == released
+
+
+def test_an_earlier_installation_can_be_taken_out(tree, released):
+    six_edits_of_an_earlier_version(tree)
+    assert install(tree, "--revert") == 0
+    left = {path.relative_to(tree): path.read_bytes() for path in tree.rglob("*.*")}
+    assert left == released
+
+
+@pytest.mark.parametrize("path", installer.EDITS, ids=lambda path: path.name)
+@pytest.mark.parametrize("quote", ['"""', None], ids=["string", "comment"])
+def test_an_anchor_in_a_string_or_a_comment_is_foreign(tree, path, quote, capsys):
+    """It matches once, and what is inserted there would never run, or in another method."""
+    add_checkout(tree, "v0.32.0")
+    hook = installer.EDITS[path][-1]
+    data = (tree / path).read_bytes().replace(hook.pristine, b"\n        pass\n", 1)
+    if quote:
+        moved = b'\nNOTE = """' + hook.pristine + b'"""\n'
+    else:
+        moved = (
+            b"\n\ndef elsewhere(self):\n    if self:\n" + hook.pristine + b"        return None\n"
+        )
+    (tree / path).write_bytes(data + moved)
+    before = snapshot(tree)
+    assert install(tree) == 1
+    err = capsys.readouterr().err
+    assert f"that of the {hook.name} edit in {hook.where}" in err
+    assert snapshot(tree) == before
+
+
+def test_a_file_that_says_its_version_but_lacks_a_name_in_use_is_refused(tree, capsys):
+    add_package(tree, "vllm", "0.32.0")
+    for path in (installer.TARGET, installer.SCHEDULER):
+        data = (tree / path).read_bytes().replace(b"_reuse_watchers", b"_watchers")
+        (tree / path).write_bytes(data)
+    assert install(tree) == 1
+    assert "not there: _reuse_watchers (block_pool.py)" in capsys.readouterr().err
+
+
+def test_files_of_two_releases_are_refused(tree, monkeypatch, capsys):
+    digest = hashlib.sha256(b"x = 1\n").hexdigest()
+    others = {installer.TARGET: digest, installer.SCHEDULER: digest}
+    monkeypatch.setitem(installer.RELEASES, "0.40.0", others)
+    (tree / installer.SCHEDULER).write_bytes(b"x = 1\n")
+    assert install(tree) == 1
+    assert "is not vLLM" in capsys.readouterr().err
+
+
+def test_explain_says_what_any_tree_has(tree, capsys):
+    hook = installer.HOOKS[-1]
+    edit(target(tree), hook.pristine, b"\n        pass\n")
+    edit(tree / installer.QUEUE, b"block_hash_num_tokens", b"tokens_of_the_hash")
+    before = snapshot(tree)
+    assert install(tree, "--explain") == 0
+    out = capsys.readouterr().out
+    assert f"anchor {hook.name}: matches 0 times, wanted in {hook.where}" in out
+    assert "scheduler.py: PRISTINE" in out
+    assert "as in 0.32.0" in out
+    assert "as in no release" in out
+    assert "not there: block_hash_num_tokens (kv_cache_utils.py)" in out
+    assert snapshot(tree) == before
+    assert install(tree.parent / "nowhere", "--explain") == 0
+    assert capsys.readouterr().out.count("not there") == 3
+
+
 # Refusals change nothing
 
 
@@ -375,6 +491,8 @@ def crlf(root: Path) -> None:
 
 
 def mixed(root: Path) -> None:
+    """One edit, in a file that somebody else has edited."""
+    local_edit(root)
     hook = installer.HOOKS[-1]
     edit(target(root), hook.pristine, hook.patched)
 
@@ -437,7 +555,7 @@ REFUSED = {
     "crlf": (crlf, "has CRLF line endings"),
     "mixed": (
         mixed,
-        "edits present: reset; missing: import, construct, reorder, eviction, access. Restore",
+        "edits present: reset; missing: import, default, construct, reorder, eviction, access. R",
     ),
     "foreign": (foreign, "the anchor of the reorder edit matches 0 times, not once. Restore"),
     "someone-elses-module": (module_of_someone_else, "was not written by this tool"),
@@ -523,13 +641,13 @@ def test_outdated_module_is_reported_and_refreshed(tree, clone, pristine, capsys
     edit(module(clone), b"\n", b"\n# newer\n")
     capsys.readouterr()
     assert install(tree, "--check") == 1
-    assert f"INSTALLED, module outdated or missing: {POLICY}" in capsys.readouterr().out
+    assert f"INSTALLED, outdated or missing: {POLICY}" in capsys.readouterr().out
     assert install(tree) == 0
     assert capsys.readouterr().out.startswith(f"Already installed, refreshed {POLICY}: ")
     assert module(tree).read_bytes().startswith(module(clone).read_bytes())
     assert install(tree, "--check") == 0
     assert install(tree, "--revert") == 0
-    assert {path.name for path in (tree / installer.CORE).iterdir()} == {"block_pool.py"}
+    assert not any(module(tree, name).exists() for name in installer.MODULES)
 
 
 def test_missing_module_is_reported_and_put_back(tree, capsys):
@@ -538,7 +656,7 @@ def test_missing_module_is_reported_and_put_back(tree, capsys):
     module(tree, METRICS).unlink()
     capsys.readouterr()
     assert install(tree, "--check") == 1
-    assert f"module outdated or missing: {METRICS}" in capsys.readouterr().out
+    assert f"outdated or missing: {METRICS}" in capsys.readouterr().out
     assert install(tree) == 0
     assert snapshot(tree) == after
 
@@ -572,9 +690,11 @@ def test_revert_keeps_a_module_it_did_not_write(tree, pristine, prepare, capsys)
     assert snapshot(tree)[name] == before[name]
 
 
-def test_modules_that_came_with_the_checkout_are_used_and_kept(clone, pristine, capsys):
+def test_modules_that_came_with_the_checkout_are_used_and_kept(clone, released, capsys):
     """The repository's files laid over a vLLM checkout: source and copy are one file."""
-    target(clone).write_bytes(pristine)
+    for path, data in released.items():
+        (clone / path).parent.mkdir(exist_ok=True)
+        (clone / path).write_bytes(data)
     before = snapshot(clone)
     assert installer.main([]) == 0
     assert capsys.readouterr().out.endswith(f" to {target(clone)}\n")
@@ -640,12 +760,12 @@ def test_failed_write_leaves_everything_as_it_was(tree, option, step, error, mon
 
 @pytest.mark.parametrize(
     ("action", "function", "step"),
-    [("install", name, step) for name in ("fsync", "replace") for step in (1, 2, 3)]
-    + [("install", "unlink", step) for step in (1, 2, 3, 4, 5, 6)]
-    + [("revert", name, 1) for name in ("fsync", "replace")]
-    + [("revert", "unlink", step) for step in (1, 2, 3, 4)],
+    [("install", name, step) for name in ("fsync", "replace") for step in (1, 2, 3, 4)]
+    + [("install", "unlink", step) for step in range(1, 9)]
+    + [("revert", name, step) for name in ("fsync", "replace") for step in (1, 2)]
+    + [("revert", "unlink", step) for step in range(1, 7)],
 )
-def test_killed_run_leaves_a_vllm_that_works(tree, clone, pristine, action, function, step):
+def test_killed_run_leaves_a_vllm_that_works(tree, clone, released, action, function, step):
     """The process ends without any clean-up at the step-th call of an os function."""
     if action == "revert":
         assert install(tree) == 0
@@ -664,14 +784,19 @@ installer.main(sys.argv[1:])
 """
     arguments = ["--root", str(tree), *(["--revert"] if action == "revert" else [])]
     assert subprocess.run([sys.executable, "-c", script, *arguments], check=False).returncode == 9
-    data = target(tree).read_bytes()
-    assert data in (pristine, installer.apply(pristine))
-    assert data == pristine or all(module(tree, name).exists() for name in installer.MODULES)
+    edited = {}
+    for path, hooks in installer.EDITS.items():
+        data = (tree / path).read_bytes()
+        edited[path] = data != released[path]
+        assert not edited[path] or data == installer.apply(released[path], hooks)
+    if edited[installer.TARGET]:
+        assert all(module(tree, name).exists() for name in installer.MODULES)
+    assert edited[installer.TARGET] or not edited[installer.SCHEDULER]
 
     assert install(tree) == 0
     assert install(tree, "--revert") == 0
-    assert {path.name for path in (tree / installer.CORE).iterdir()} == {"block_pool.py"}
-    assert target(tree).read_bytes() == pristine
+    left = {path.relative_to(tree): path.read_bytes() for path in tree.rglob("*.*")}
+    assert left == released
 
 
 def test_runs_at_once_take_turns(tree, clone):
@@ -743,7 +868,7 @@ def test_default_is_else_the_vllm_of_this_python_which_is_not_imported(tree, clo
     (tree / "vllm/__init__.py").write_text("raise SystemExit('imported')\n")
     environ = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command(clone), env=environ, capture_output=True, text=True, check=False)
-    assert done.stdout == f"Applied six guarded ComputeCache edits to {target(tree)}\n"
+    assert done.stdout == f"Applied 8 guarded ComputeCache edits to {target(tree)}\n"
     assert done.returncode == 0
 
 

@@ -428,6 +428,24 @@ def test_a_failure_in_the_policy_does_not_stop_the_pool(monkeypatch, caplog):
     assert len(free_blocks(pool)) == len(before) - 4
 
 
+@pytest.mark.parametrize("mode", ["lru", "active"])
+def test_a_pool_class_with_an_init_of_its_own_serves_in_plain_lru(mode):
+    pool = make_pool(8, mode)
+
+    class Own(block_pool.BlockPool):
+        def __init__(self):
+            vars(self).update({k: v for k, v in vars(pool).items() if k != "computecache"})
+
+    own = Own()
+    first = free_blocks(own)
+    blocks = own.get_new_blocks(3)
+    own.free_blocks(blocks)
+    own.touch(blocks[:1])
+    own.free_blocks(blocks[:1])
+    assert own.reset_prefix_cache()
+    assert (blocks, own.computecache.enabled) == (first[:3], False)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of allocate, touch, free, unpin, invalidate and reset."""
 

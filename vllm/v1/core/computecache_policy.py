@@ -1218,6 +1218,11 @@ class ComputeCachePolicy:
         self._start()
 
     @classmethod
+    def off(cls) -> "ComputeCachePolicy":
+        """The policy of a pool class that does not run BlockPool's own ``__init__``: plain LRU."""
+        return cls(Settings(), 0, 1, enable_caching=False)
+
+    @classmethod
     def from_environ(
         cls, num_blocks: int, hash_block_size: int, enable_caching: bool = True
     ) -> "ComputeCachePolicy":
