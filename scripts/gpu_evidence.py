@@ -3,9 +3,10 @@
 
 Parts, in the order in which they run: smoke starts an lru server of the middle and of the large
 model, drill, long, ttft, cost, controls, trace; prestart leaves the large model's servers starting
-for the next call; dp2 needs no GPU and dp2gpu two of them. Each part writes <part>.json after
-every cell, to --out and to --state, and goes on from there when it is called again. docs/gpu.md
-says how to run it; tools/gpu_report.py turns the files into docs/results.md.
+for the next call; dp2 needs no GPU and dp2gpu two of them; tiers adds CPU tiers to the large
+model's servers. Each part writes <part>.json after every cell, to --out and to --state, and goes on
+from there when it is called again. docs/gpu.md says how to run it; tools/gpu_report.py turns the
+files into docs/results.md.
 
 Exit 0: every part has all its cells. 1: a cell or a server failed (the JSON says which). 2: it
 could not run, or the time was too short for all cells.
@@ -30,6 +31,7 @@ from evidence.parts.cost import cost
 from evidence.parts.engines import dp2, dp2gpu
 from evidence.parts.press import drill, long
 from evidence.parts.start import prestart, smoke
+from evidence.parts.tiers import tiers
 from evidence.parts.trace import trace
 from evidence.parts.ttft import ttft
 from evidence.store import Store
@@ -41,7 +43,7 @@ from serving.traces import trace_file
 
 PARTS = {
     part.__name__: part
-    for part in (smoke, drill, long, ttft, cost, controls, trace, prestart, dp2, dp2gpu)
+    for part in (smoke, drill, long, ttft, cost, controls, trace, prestart, dp2, dp2gpu, tiers)
 }
 DEFAULT_PARTS = "smoke,drill,long,ttft,cost,controls,trace"
 STOPPING_S = 12.0

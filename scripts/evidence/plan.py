@@ -10,6 +10,25 @@ from pathlib import Path
 
 from servers.fleet import EAGER, Spec
 
+
+def _connector(extra: dict) -> tuple[str, str]:
+    config = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    return "--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": extra})
+
+
+TIER_GIB = 20
+_SIMPLE = {"cpu_bytes_to_use": TIER_GIB * 2**30}
+# A CPU tier, by what follows "+" in a server's name, and the arguments that turn it on.
+TIERS = {
+    "offload": ("--kv-offloading-size", str(TIER_GIB)),
+    "simple": _connector(_SIMPLE),
+    "lazy": _connector(_SIMPLE | {"lazy_offload": True}),
+}
+# Those that are compared run side by side; active64 is in both, beside every tier.
+TIER_GROUPS = (
+    ("offload", ("lru", "active64", "lru+offload", "active64+offload")),
+    ("simple", ("active64", "lru+simple", "active64+simple", "lru+lazy", "active64+lazy")),
+)
 BYTES_PER_ELEMENT = 2  # bfloat16
 # Qwen3-8B's shape; the rest of its config.json is the 0.6B one's.
 LARGE_SHAPE = {
@@ -87,6 +106,11 @@ class Sizes:
     ttft_repeats: int = 2
     limit_hits: int = 10
 
+    tier_groups: tuple[tuple[str, tuple[str, ...]], ...] = TIER_GROUPS
+    tier_rounds: tuple[int, ...] = (3, 3, 1)
+    tier_turns: int = 2
+    tier_cell_s: float = 8.0
+
     planned_s: tuple[tuple[str, float], ...] = (
         ("smoke", 240),
         ("drill", 150),
@@ -98,6 +122,7 @@ class Sizes:
         ("prestart", 10),
         ("dp2", 300),
         ("dp2gpu", 240),
+        ("tiers", 350),
     )
 
 
@@ -147,6 +172,9 @@ REHEARSAL = Sizes(
     ttft_rounds=2,
     ttft_repeats=1,
     limit_hits=4,
+    tier_groups=(("offload", ("active64", "lru+offload")),),  # the CPU server has no tier
+    tier_rounds=(1, 1),
+    tier_turns=1,
 )
 
 
@@ -154,6 +182,7 @@ def modes(name: str) -> tuple[str | None, int]:
     """Return COMPUTECACHE_MODE and COMPUTECACHE_SCAN_LIMIT of a server called `name`."""
     if name == "unpatched":
         return None, 0
+    name = name.partition("+")[0]
     return ("active", int(name[6:])) if name.startswith("active") else ("lru", 64)
 
 
@@ -188,14 +217,21 @@ def specs(sizes: Sizes, small: Path, large: Path, rehearse: bool) -> list[Spec]:
         ("small", sizes.small_names, sizes.small_blocks, small, 1024, ("--max-num-seqs", "16")),
         ("mid", sizes.mid_names, sizes.mid_blocks, small, sizes.mid_max_len, _mid(rehearse)),
         ("large", sizes.large_names, sizes.large_blocks, large, sizes.large_max_len, _LARGE),
+        *(
+            (group, names, sizes.large_blocks, large, sizes.large_max_len, _LARGE)
+            for group, names in sizes.tier_groups
+        ),
     ):
         config = json.loads((model / "config.json").read_text())
         for name in names:
             mode, scan_limit = modes(name)
             count = sizes.roomy_blocks if name == "roomy" else blocks
             cache_bytes = count * block_bytes(config, sizes.block_size)
-            timed = group == "large" or (group == "mid" and name in sizes.mid_timed)
+            timed = group in ("large", *dict(sizes.tier_groups)) or (
+                group == "mid" and name in sizes.mid_timed
+            )
             args = ("--max-model-len", str(max_len), "--block-size", str(sizes.block_size), *more)
+            args += TIERS.get(name.partition("+")[2], ())
             if rehearse:
                 gib = 1.0  # the budget then counts servers
                 args += ("--dtype", "float32")
