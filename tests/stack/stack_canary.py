@@ -75,6 +75,21 @@ class Canary:
         return json.loads((self.project.folder / "out" / name).read_text())
 
 
+def engine_mode(project: Project) -> str:
+    """Return the mode that a project's engine itself reports."""
+    program = (
+        "import urllib.request as u; o = u.build_opener(u.ProxyHandler({})); "
+        "print(o.open('http://127.0.0.1:8001/metrics').read().decode())"
+    )
+    inside = ("docker", "compose", "exec", "-T", "vllm", "python3", "-c", program)
+    (line,) = (
+        line
+        for line in project.run(*inside).stdout.splitlines()
+        if line.startswith("vllm:computecache_info{")
+    )
+    return line.partition('mode="')[2].partition('"')[0]
+
+
 class CanaryProject:
     """A project whose `.env` names the files of the stack without a GPU, and canaries on it."""
 
@@ -132,17 +147,7 @@ class CanaryProject:
 
     def mode(self) -> str:
         """Return the mode that the engine itself reports."""
-        program = (
-            "import urllib.request as u; o = u.build_opener(u.ProxyHandler({})); "
-            "print(o.open('http://127.0.0.1:8001/metrics').read().decode())"
-        )
-        inside = ("docker", "compose", "exec", "-T", "vllm", "python3", "-c", program)
-        (line,) = (
-            line
-            for line in self.project.run(*inside).stdout.splitlines()
-            if line.startswith("vllm:computecache_info{")
-        )
-        return line.partition('mode="')[2].partition('"')[0]
+        return engine_mode(self.project)
 
     def restart_engine(self) -> None:
         """End the tests' own engine as its service manager would, and start it again."""

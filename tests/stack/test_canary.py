@@ -20,7 +20,8 @@ def site(new_project, tmp_path_factory):
     project = new_project(tmp_path_factory.mktemp("canary") / "checkout")
     site = stack_canary.CanaryProject(project, tmp_path_factory.mktemp("elsewhere"))
     project.run("docker", "compose", "build", "vllm")
-    return site
+    yield site
+    project.remove()  # test_guide.py removes the image
 
 
 def checks(record):
