@@ -77,7 +77,14 @@ class Project:
         """Run docker compose with both files in the folder, as a user does; `shell` is exported."""
         return self.run("docker", "compose", *CPU, *arguments, check=check, **shell)
 
-    def run(self, *command: str, check: bool = True, stdin: str | None = None, **shell: str):
+    def run(
+        self,
+        *command: str,
+        check: bool = True,
+        stdin: str | None = None,
+        timeout_s: float = COMMAND_S,
+        **shell: str,
+    ):
         """Run any command in the folder."""
         done = subprocess.run(
             command,
@@ -87,7 +94,7 @@ class Project:
             capture_output=True,
             text=True,
             check=False,
-            timeout=COMMAND_S,
+            timeout=timeout_s,
         )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.stdout[-500:]}{done.stderr[-2500:]}")

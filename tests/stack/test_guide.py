@@ -18,6 +18,7 @@ from dotenv import dotenv_values
 from stack_canary import DRILL, MODE, QUICK, engine_mode
 from stack_project import READY_S, REPO, Project, wait_for
 
+BLOCK_S = 1000  # a canary starts vLLM four times
 SERVICES = ("vllm", "prometheus", "grafana")
 IMAGE = "computecache-vllm-cpu:0.32.0"
 COMMANDS = {
@@ -271,7 +272,8 @@ def test_block(guide, name):
     text = PAGE[name]
     for words, instead in COMMANDS.items():
         text = text.replace(words, instead)
-    done = guide.project.run("bash", "-euo", "pipefail", "-c", text, check=False)
+    shell = ("bash", "-euo", "pipefail", "-c")
+    done = guide.project.run(*shell, text, check=False, timeout_s=BLOCK_S)
     guide.output = done.stdout + done.stderr
     assert done.returncode == 0, guide.output[-4000:]
     CHECKS.get(name, lambda guide: None)(guide)
