@@ -9,24 +9,26 @@ Whatever happens (a failed request, a crash, Ctrl-C, TERM), the target is left i
 `--promote` after an ACCEPT leaves a Compose stack, and its .env, in active. Writes canary.json,
 canary.html and release.json to --out. docs/canary.md says how to read them.
 
-Exit 0: ACCEPT. 1: REJECT. 2: INCONCLUSIVE, or bad usage. One JSON line on stdout.
+Exit 0: ACCEPT. 1: REJECT. 2: INCONCLUSIVE, bad usage, or it could not run. One JSON line on stdout.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
-import time
 
 from drills.checks import never_lost
-from drills.options import add_drill_options, limits
+from drills.options import add_drill_options, limits, refuse_short_prefix
 from drills.report import write_reports
 from drills.session import Session, exit_code_of, open_session
 from drills.verdict import judge
 from drills.visit import Mode, Role
+from serving.command import run_command
 from serving.console import say
 from serving.options import add_workload_options, parse_workload, positive, workload_settings
+from serving.secret import redacted_record
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 5, "control_requests": 4, "survival": [1, 2, 3, 4]}
 
@@ -73,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
         }
         files = write_reports(options.out, canary.visits, record, verdict)
         canary.close(record, verdict.outcome)
-    print(json.dumps({"outcome": verdict.outcome, "reasons": verdict.reasons, "files": files}))
-    sys.stdout.flush()
+    answer = {"outcome": verdict.outcome, "reasons": verdict.reasons, "files": files}
+    print(json.dumps(redacted_record(answer)), flush=True)
     say(verdict.outcome)
     return verdict.exit_code
 
@@ -99,9 +101,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_workload(parser, argv)
     if options.promote and options.target != "compose":
         parser.error("--promote is for --target compose")
+    refuse_short_prefix(parser, options)
     if options.seed is None:
-        # Servers that stay up may remember the prompts of an earlier canary.
-        options.seed = int(time.time()) if options.target == "url" else 0
+        # Servers that stay up may remember the prompts of an earlier canary. Not the time: a clock
+        # may jump back to that of an earlier one.
+        options.seed = secrets.randbelow(2**31) if options.target == "url" else 0
     return options
 
 
@@ -110,4 +114,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, result="in --out"))

@@ -5,7 +5,8 @@ The default shape warms one hot prefix, floods the cache with one-use prompts an
 hot prefix. Mode and scan limit are what the server itself reports.
 
 Exit 0: every request was answered. 1: a request failed. 2: could not tell (no such server,
-counters missing, reset or moved by other traffic, prompts that do not fit, bad usage)."""
+answers that are not vLLM's, counters missing, reset or moved by other traffic, prompts that do not
+fit or cannot hit, bad usage, no stdout to write on)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,15 @@ import asyncio
 import json
 import sys
 
-from serving.client import Client, read_api_key
+from serving.client import Client
+from serving.command import run_command
+from serving.console import FEWEST_SAMPLES, say
+from serving.http import check_address
 from serving.metrics import MetricsError
 from serving.options import add_workload_options, natural, parse_workload
 from serving.press import press, read_policy
 from serving.requests import Result, WorkloadError
+from serving.secret import read_api_key, redacted_record
 from serving.summary import Report
 
 
@@ -26,9 +31,9 @@ async def _run(options: argparse.Namespace) -> Report:
     def show(result: Result) -> None:
         kind, cached = result.request.kind, result.cached_tokens
         if result.error:
-            print(f"{kind}: FAILED: {result.error}", file=sys.stderr)
+            say(f"{kind}: FAILED: {result.error}")
         elif result.request.alone:
-            print(f"{kind}: {cached} cached, {result.ttft_ms:.1f} ms", file=sys.stderr)
+            say(f"{kind}: {cached} cached, {result.ttft_ms:.1f} ms")
 
     def policy() -> dict:
         urls = options.policy_metrics_url or ["http://127.0.0.1:8001/metrics"]
@@ -60,18 +65,45 @@ def main(argv: list[str] | None = None) -> int:
     add_workload_options(parser)
     options = parse_workload(parser, argv)
     try:
+        for url in (options.base_url, *(options.policy_metrics_url or [])):
+            check_address(url)
         report = asyncio.run(_run(options))
     except (WorkloadError, MetricsError) as error:
-        print(f"prefix_pressure: {error}", file=sys.stderr)
+        say(f"prefix_pressure: {error}")
         return 2
+    if never_found(report, options.warm_requests):
+        report["problems"].append(
+            f"a hot prefix of {options.hot_tokens} tokens was not in the cache when it was sent "
+            "again at once: it holds no whole block, or prefix caching is off: give more "
+            "--hot-tokens, or start the server with --enable-prefix-caching"
+        )
     shown = {name: value for name, value in report.items() if name != "results"}
-    print(json.dumps(shown, indent=1, allow_nan=False))
+    shown["notes"] = said = notes(report)
+    print(json.dumps(redacted_record(shown), indent=1, allow_nan=False))
+    for note in said:
+        say(f"note: {note}")
     for problem in report["problems"]:
-        print(f"could not tell: {problem}", file=sys.stderr)
+        say(f"could not tell: {problem}")
     if report["failures"]:
         return 1
     return 2 if report["problems"] else 0
 
 
+def never_found(report: Report, warm_requests: int) -> bool:
+    """Tell whether the hot prefix was not even found right after it had been sent."""
+    return warm_requests > 1 and report["warm_prefix_cached_tokens"] == 0
+
+
+def notes(report: Report) -> list[str]:
+    """Say which percentiles rest on too few samples to be any."""
+    return [
+        f"{name} of {kind} rests on {times['samples']} samples, {fewest} are needed: read it as "
+        "about the slowest of them"
+        for kind, times in report["ttft_ms"].items()
+        for name, fewest in FEWEST_SAMPLES.items()
+        if 0 < times["samples"] < fewest
+    ]
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

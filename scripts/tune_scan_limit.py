@@ -17,18 +17,20 @@ import argparse
 import json
 import sys
 
-from dotenv import dotenv_values
 from rich.console import Console
 from rich.table import Table
 
 from drills.checks import UNKNOWN, never_lost
-from drills.options import add_drill_options, limits
+from drills.options import add_drill_options, block_tokens, limits, refuse_short_prefix
 from drills.record import write_record
 from drills.session import Session, exit_code_of, open_session
 from drills.verdict import ACCEPT, INCONCLUSIVE, judge, judge_lru
 from servers.embedded import BLOCK_SIZE
-from serving.console import say
+from serving.command import run_command
+from serving.console import FEW_NOTE, of_few, say
 from serving.options import add_workload_options, numbers, parse_workload, workload_settings
+from serving.requests import WorkloadError
+from serving.secret import redacted_record
 from serving.summary import Report
 
 DEFAULTS = {"repetitions": 6, "flood_requests": 7, "hot_tokens": None}
@@ -74,6 +76,8 @@ def judge_limits(tuning: Session, options: argparse.Namespace) -> list[dict]:
                 "post_flood_cached_tokens": report and report["post_flood_cached_tokens"],
                 "hot_replay_ttft_p95_ms": report and ttft_p95_ms(report, "hot_replay"),
                 "flood_ttft_p95_ms": report and ttft_p95_ms(report, "flood"),
+                "hot_replay_samples": ttft_samples(report, "hot_replay"),
+                "flood_samples": ttft_samples(report, "flood"),
                 "reasons": verdict.reasons,
             }
         )
@@ -83,6 +87,11 @@ def judge_limits(tuning: Session, options: argparse.Namespace) -> list[dict]:
 def ttft_p95_ms(report: Report, kind: str) -> float | None:
     """Return the p95 of a kind's time to first token, None when none of it was answered."""
     return report["ttft_ms"][kind]["p95"] if kind in report["ttft_ms"] else None
+
+
+def ttft_samples(report: Report | None, kind: str) -> int:
+    """Return how many times to first token a kind's p95 rests on."""
+    return report["ttft_ms"][kind]["samples"] if report and kind in report["ttft_ms"] else 0
 
 
 def choose(rows: list[dict]) -> int | None:
@@ -101,11 +110,13 @@ def print_table(rows: list[dict], chosen: int | None) -> None:
             str(row["scan_limit"]),
             row["outcome"],
             f"{row['warm_prefix_cached_tokens']} -> {row['post_flood_cached_tokens']}",
-            str(row["hot_replay_ttft_p95_ms"]),
-            str(row["flood_ttft_p95_ms"]),
+            f"{row['hot_replay_ttft_p95_ms']}{of_few(row['hot_replay_samples'])}",
+            f"{row['flood_ttft_p95_ms']}{of_few(row['flood_samples'])}",
             "chosen" if row["scan_limit"] == chosen else "",
         )
     Console(stderr=True).print(table)
+    if any(of_few(row[name]) for row in rows for name in ("hot_replay_samples", "flood_samples")):
+        say(FEW_NOTE)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,8 +140,7 @@ def run(options: argparse.Namespace) -> int:
         write_record(options.out / "scan_limit.json", record)
         tuning.close(left, whole.outcome)
     print_table(rows, chosen)
-    print(json.dumps(record, allow_nan=False))
-    sys.stdout.flush()
+    print(json.dumps(redacted_record(record), allow_nan=False), flush=True)
     for reason in whole.reasons if whole.exit_code else []:
         say(reason)
     if chosen is not None:
@@ -151,12 +161,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parse_workload(parser, argv)
     if not options.limits or max(options.limits) > 4096:
         parser.error("--limits: numbers from 1 to 4096, separated by commas")
+    try:
+        block = block_tokens(options) or BLOCK_SIZE
+    except WorkloadError as error:
+        parser.error(str(error))
     if options.hot_tokens is None:
-        block_size = BLOCK_SIZE
-        if options.target == "compose":
-            env = dotenv_values(options.project / ".env")
-            block_size = int(env.get("BLOCK_SIZE") or 16)  # 16: the default of compose.yaml
-        options.hot_tokens = hot_tokens_for(options.limits, block_size)
+        # One block more: the smallest limits alone would give a prefix that holds none.
+        options.hot_tokens = max(hot_tokens_for(options.limits, block), block + 1)
+    refuse_short_prefix(parser, options)
     return options
 
 
@@ -165,4 +177,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, result="in --out"))

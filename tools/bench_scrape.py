@@ -54,9 +54,10 @@ def scraper(url: str, interval_s: float, at_pool, scrapes) -> None:
     policy = load("computecache_policy")
     settings = policy.Settings(mode="active")
     decoy = endpoint(load("computecache_metrics"), policy.ComputeCachePolicy(settings, 8, 16))
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # both are local
     while True:
         pool = at_pool.is_set()
-        urllib.request.urlopen(url if pool else decoy, timeout=5).read()
+        direct.open(url if pool else decoy, timeout=5).read()
         scrapes[pool] += 1
         time.sleep(interval_s)
 
@@ -102,6 +103,8 @@ def measure(rounds: int, round_s: float, scrapes_per_s: float) -> dict:
     try:
         driver, stream = Driver(pool, UNIQUE_BLOCKS, concurrency=8), requests()
         while not scrapes[0]:  # also fills the pool
+            if not child.is_alive():
+                raise RuntimeError("the scraping process ended, see above: nothing was measured")
             us_per_allocation(driver, stream, round_s)
         without: list[float] = []
         scraped: list[float] = []
@@ -136,12 +139,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--round-s", type=float, default=0.5, help="seconds a round (default 0.5)")
     parser.add_argument("--scrapes-per-s", type=float, default=20, help="default 20")
     args = parser.parse_args(argv)
-    if args.rounds < 2 or args.round_s <= 0 or args.scrapes_per_s <= 0:
-        parser.error("--rounds must be at least 2, --round-s and --scrapes-per-s above 0")
+    if not (
+        2 <= args.rounds <= 10_000
+        and all(0 < v <= 1000 for v in (args.round_s, args.scrapes_per_s))
+    ):
+        parser.error("--rounds: 2 to 10000; --round-s and --scrapes-per-s: above 0, at most 1000")
     quiet_vllm()
     try:
         result = measure(args.rounds, args.round_s, args.scrapes_per_s)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"bench_scrape: {error}", file=sys.stderr)
         return 2
     accepted = result["share_of_5_s_interval"] <= MOST_SHARE and result["scrapes"] > 0

@@ -30,6 +30,9 @@ def setting_line(data: bytes, name: str) -> bytes | None:
 def with_setting_line(data: bytes, name: str, line: bytes | None) -> bytes:
     """Return the file with `name`'s line replaced, added at the end, or (None) taken out again."""
     found = _lines(data, name)
+    if line is not None and [whole.group() for whole in _lines(line, name)] != [line]:
+        # It may come from a record that something else has written.
+        raise EnvFileError(f"{name} of .env cannot be set by a line that does more than that")
     if found:
         start, end = found[0].span()
         # An added line goes with the line end it was added with.

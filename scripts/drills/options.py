@@ -8,10 +8,14 @@ from pathlib import Path
 
 from drills.checks import Limits
 from drills.compose import ComposeTarget
+from drills.record import RecordError
 from drills.targets import EmbeddedTarget, Save, Target, TargetError, UrlTarget
+from servers.embedded import BLOCK_SIZE
 from servers.tiny_model import make_model
 from serving.files import REPO
-from serving.options import finite, positive
+from serving.options import above_zero, positive
+from serving.requests import WorkloadError
+from serving.secret import read_env_file
 
 
 def limits(options: argparse.Namespace) -> Limits:
@@ -24,7 +28,10 @@ def limits(options: argparse.Namespace) -> Limits:
 
 def share(text: str) -> float:
     """Parse "5%" or "0.05"."""
-    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1
     if not 0 <= value < 100:
         raise argparse.ArgumentTypeError(f"{text} is not a share such as 5% or 0.05")
     return value
@@ -42,15 +49,54 @@ def add_drill_options(parser: argparse.ArgumentParser, targets: tuple[str, ...])
     add("--blocks", type=positive, default=64, help="embedded: blocks of 32 tokens in the pool")
     add("--max-model-len", type=positive, default=1024, help="embedded: longest request in tokens")
     add("--ttft-regression", type=share, help="p95 TTFT allowed above lru's (5%%; embedded 200%%)")
-    add("--ttft-p95-budget-ms", type=finite, help="instead: no p95 TTFT above this")
+    add("--ttft-p95-budget-ms", type=above_zero, help="instead: no p95 TTFT above this")
     add("--min-samples", type=positive, default=5, help="pairs of repetitions needed")
 
 
-def make_target(options: argparse.Namespace, save: Save) -> Target:
-    """Return the target that the options name. TargetError when they do not say enough."""
+def block_tokens(options: argparse.Namespace) -> int | None:
+    """Return the tokens of a block of the target's server, None for a server that is not ours.
+
+    WorkloadError: `.env` cannot be read, or its BLOCK_SIZE is no size.
+    """
     if options.target == "embedded":
+        return BLOCK_SIZE
+    if options.target != "compose":
+        return None
+    text = (read_env_file(options.project / ".env").get("BLOCK_SIZE") or "16").strip()
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= 4096):
+        raise WorkloadError(
+            f"BLOCK_SIZE={text[:20]} in {options.project / '.env'}: write 16, or the engine's size"
+        )
+    return int(text)  # without the line: the default of compose.yaml
+
+
+def refuse_short_prefix(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with 2 where the hot prefix holds no whole block, which is all that a cache keeps."""
+    try:
+        block = block_tokens(options)
+    except WorkloadError as error:
+        parser.error(str(error))
+    # Of the hot prompt alone the last token is always computed.
+    need = block and block + (options.shape == "pressure")
+    if need and options.shape in ("pressure", "zipf") and options.hot_tokens < need:
+        parser.error(
+            f"--hot-tokens {options.hot_tokens}: blocks hold {block} tokens here and only whole "
+            f"ones are cached, so that it can never be found there: give at least {need}"
+        )
+
+
+def make_target(options: argparse.Namespace, save: Save) -> Target:
+    """Return the target that the options name.
+
+    TargetError when they do not say enough, RecordError when its model cannot be written.
+    """
+    if options.target == "embedded":
+        try:
+            model = make_model(options.out / "model")
+        except OSError as error:
+            raise RecordError(options.out / "model", error) from error
         return EmbeddedTarget(
-            make_model(options.out / "model"),
+            model,
             options.out,
             save,
             scan_limit=options.scan_limit,

@@ -110,7 +110,9 @@ def hit_ratio(visits: list[Visit]) -> str | None:
     bars = [
         (f"{number}. {visit.role}", counters["hit_ratio"], _side(visit))
         for number, visit in enumerate(visits, 1)
-        if visit.report and (counters := visit.report.get("counters"))
+        if visit.report
+        and (counters := visit.report.get("counters"))
+        and counters["hit_ratio"] is not None  # nothing was looked up
     ]
     if not bars:
         return None

@@ -15,6 +15,7 @@ from drills.checks import JUDGED_KINDS, never_lost, reports_of, served_tokens
 from drills.verdict import Verdict
 from drills.visit import Role, Visit
 from serving.files import REPO, replace_file
+from serving.secret import redacted, redacted_record
 
 SCHEMA_VERSION = 1
 
@@ -30,11 +31,17 @@ class RecordError(RuntimeError):
 
 
 def write_record(path: Path, content: dict | str) -> None:
-    """Write a drill's file in one step, a dict as strict JSON. RecordError when it cannot be."""
-    if not isinstance(content, str):
-        content = json.dumps(content, indent=1, allow_nan=False)
+    """Write a drill's file in one step, a dict as strict JSON, without any secret.
+
+    RecordError when it cannot be.
+    """
+    if isinstance(content, str):
+        text = redacted(content)
+    else:
+        text = json.dumps(redacted_record(content), indent=1, allow_nan=False)
     try:
-        replace_file(path, content)
+        # A server's text may hold half a surrogate pair, which UTF-8 cannot.
+        replace_file(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise RecordError(path, error) from error
 
@@ -44,7 +51,8 @@ class Phase:
     """What one visit shows, in the words of the table; docs/canary.schema.json has the same fields.
 
     phase: the visit's role. mode: as the server itself reported. hot_prefix: None for a workload
-    without one hot prefix. ttft_p95_ms: by kind, the control left out. None: nothing was measured.
+    without one hot prefix. ttft_p95_ms and ttft_samples (how many times it rests on): by kind, the
+    control left out. None: nothing was measured.
     """
 
     phase: Role
@@ -56,6 +64,7 @@ class Phase:
     post_flood_cached_tokens: int | None = None
     hit_ratio: float | None = None
     ttft_p95_ms: dict[str, float] = field(default_factory=dict)
+    ttft_samples: dict[str, int] = field(default_factory=dict)
     requests_served: int = 0
     requests_failed: int = 0
     error: str | None = None
@@ -70,7 +79,13 @@ def phase_of(visit: Visit) -> Phase:
     if report["warm_prefix_cached_tokens"] and report["post_flood_cached_tokens"] is not None:
         hot_prefix = "kept" if never_lost(report) else "lost"
     counters = report.get("counters")
-    p95_ms = {kind: times["p95"] for kind, times in report["ttft_ms"].items() if kind != "control"}
+    ttft = {
+        name: times
+        for kind, name in JUDGED_KINDS.items()
+        if kind != "control"
+        and (times := report["ttft_ms"].get(kind)) is not None
+        and times["p95"] is not None
+    }
     return Phase(
         phase=visit.role,
         mode=report["mode"],
@@ -80,9 +95,8 @@ def phase_of(visit: Visit) -> Phase:
         warm_prefix_cached_tokens=report["warm_prefix_cached_tokens"],
         post_flood_cached_tokens=report["post_flood_cached_tokens"],
         hit_ratio=counters["hit_ratio"] if counters else None,
-        ttft_p95_ms={
-            name: ms for kind, name in JUDGED_KINDS.items() if (ms := p95_ms.get(kind)) is not None
-        },
+        ttft_p95_ms={name: p95 for name, t in ttft.items() if (p95 := t["p95"]) is not None},
+        ttft_samples={name: times["samples"] for name, times in ttft.items()},
         requests_served=report["requests"]["sent"] - report["requests"]["failed"],
         requests_failed=report["requests"]["failed"],
         error=visit.error,

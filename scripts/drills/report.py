@@ -14,6 +14,7 @@ from drills import plots
 from drills.record import complete, release_record, write_record
 from drills.verdict import ACCEPT, INCONCLUSIVE, REJECT, Verdict
 from drills.visit import Visit
+from serving.console import FEW_NOTE, of_few, say
 
 ADVICE = {
     ACCEPT: "active kept what lru lost and was not clearly slower. Promote it "
@@ -58,10 +59,16 @@ def print_table(canary: dict) -> None:
             _cell(row["hot_prefix"]),
             cached,
             _cell(row["hit_ratio"]),
-            ", ".join(f"{kind} {p95:.0f}" for kind, p95 in row["ttft_p95_ms"].items()) or "-",
+            ", ".join(
+                f"{kind} {p95:.0f}{of_few(row['ttft_samples'][kind])}"
+                for kind, p95 in row["ttft_p95_ms"].items()
+            )
+            or "-",
             f"{row['requests_served']} of {row['requests_served'] + row['requests_failed']}",
         )
     console.print(table)
+    if any(of_few(count) for row in canary["phases"] for count in row["ttft_samples"].values()):
+        console.print(FEW_NOTE, markup=False)
     for check in canary["checks"]:
         console.print(f"{check['status']:8}{check['name']}: {check['detail']}", markup=False)
 
@@ -154,13 +161,11 @@ def _facts(canary: dict) -> list[tuple[str, object]]:
 def write_reports(out: Path, visits: list[Visit], record: dict, verdict: Verdict) -> dict[str, str]:
     """Write the three files, print the table on stderr; returns the files' paths."""
     canary = complete(visits, record, verdict)
-    contents: dict[str, dict | str] = {
-        "canary.json": canary,
-        "release.json": release_record(canary),
-        "canary.html": html(canary, visits),
-    }
-    for name, content in contents.items():
-        write_record(out / name, content)
+    names = ("canary.json", "release.json", "canary.html")
+    write_record(out / "canary.json", canary)
+    write_record(out / "release.json", release_record(canary))
+    # After the records: a fault in a picture must not cost them.
+    write_record(out / "canary.html", html(canary, visits))
     print_table(canary)
-    print(f"report: {out / 'canary.html'}", file=sys.stderr)
-    return {name: str(out / name) for name in contents}
+    say(f"report: {out / 'canary.html'}")
+    return {name: str(out / name) for name in names}

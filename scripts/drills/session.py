@@ -11,10 +11,10 @@ import argparse
 import asyncio
 import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from drills.checks import FAIL, UNKNOWN, Check, make_check
 from drills.env_file import EnvFileError
@@ -25,14 +25,17 @@ from drills.targets import Site, Target, TargetError
 from drills.verdict import Verdict
 from drills.visit import Mode, Role, Visit
 from servers.embedded import ServerError
-from serving.client import Client, read_api_key
+from serving.client import Client
+from serving.command import COULD_NOT_RUN, unexpected
 from serving.console import now, say
 from serving.metrics import MetricsError
 from serving.press import press
 from serving.requests import Result, WorkloadError
+from serving.secret import read_api_key
 
-# What a visit can end with; anything else is a bug and shows its traceback.
+# What a visit can end with; anything else is a bug, and ends the drill.
 EXPECTED_ERRORS = (ServerError, MetricsError, TargetError, EnvFileError, WorkloadError)
+STATE_NAME = "canary-state.json"
 DYING_S = 5.0  # from the first request that fails until a server that was killed has ended
 
 
@@ -54,9 +57,9 @@ class State:
             return None
         except OSError as error:
             raise RecordError(self.path, error) from error
-        except ValueError:
+        except (ValueError, RecursionError):
             before = None
-        if not isinstance(before, dict) or not {"target", "phase", "finished"} <= before.keys():
+        if not _is_state(before):
             say(f"{self.path} is no record of a drill: taken for one that was killed")
             return {}
         return None if before["finished"] or before["target"] != target else before
@@ -65,6 +68,11 @@ class State:
         """Change some values and write all of them. Raises RecordError."""
         self.values |= changes
         write_record(self.path, self.values)
+
+
+def _is_state(values: object) -> bool:
+    kinds = {"target": str, "phase": str, "finished": bool}
+    return isinstance(values, dict) and all(isinstance(values.get(n), k) for n, k in kinds.items())
 
 
 class Session:
@@ -113,7 +121,7 @@ class Session:
         return visit
 
     def run(self, steps: Callable[[], None]) -> None:
-        """Run `steps`, which make the visits; a signal or a full disk ends them early."""
+        """Run `steps`, which make the visits; a signal, a full disk or a bug ends them early."""
         try:
             steps()
         except Interrupted as signal_name:
@@ -122,6 +130,9 @@ class Session:
         except RecordError as error:
             detail = f"ended before phase {self.state.values['phase']}: {error}"
             self.ended_by = make_check("records", UNKNOWN, detail)
+        except Exception as error:  # a bug says nothing of the candidate: no verdict, but a record
+            detail = f"ended in phase {self.state.values.get('phase')} by {unexpected(error)}"
+            self.ended_by = make_check("unexpected", UNKNOWN, detail)
         ignore_signals()
         if self.ended_by:
             say(f"{self.ended_by['detail']}; leaving the target in lru")
@@ -197,19 +208,20 @@ def _leave_out_interruption(loop: asyncio.AbstractEventLoop, context: dict) -> N
 
 @contextmanager
 def open_session(options: argparse.Namespace) -> Iterator[Session]:
-    """Hold the output folder's lock, mend what a killed drill left, and catch signals.
+    """Hold the locks, mend what a killed drill left, and catch signals.
 
     Whatever is raised before `finish` has left the target as it should be, it is left in lru.
-    Raises TargetError when another drill holds the folder or the target cannot be used, RecordError
-    when the folder cannot be written.
+    Raises TargetError when another drill holds the folder or the stack or the target cannot be
+    used, RecordError when the folder cannot be written, WorkloadError when the API key is no key.
     """
-    with _lock_file(options.out) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TargetError(f"another drill is running with --out {options.out}") from None
-        state = State(options.out / "canary-state.json")
-        target = make_target(options, state.save)
+    with ExitStack() as locks:
+        locks.enter_context(_locked(_lock_file(options.out), f"with --out {options.out}"))
+        read_api_key(options.project / ".env")
+        target = make_target(options, (state := State(options.out / STATE_NAME)).save)
+        if target.name == "compose":
+            # Of two drills with folders of their own, either would recreate the other's server.
+            stack = _folder_file(options.project)
+            locks.enter_context(_locked(stack, f"on the stack of {options.project}"))
         if (before := state.killed(target.name)) is not None:
             phase = before.get("phase", "unknown")
             say(f"the last drill was killed in phase {phase}: cleaning up after it")
@@ -228,12 +240,39 @@ def open_session(options: argparse.Namespace) -> Iterator[Session]:
                 raise
 
 
-def _lock_file(out: Path) -> IO[str]:
+def _lock_file(out: Path) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return (out / "canary.lock").open("w")
+        return os.open(out / "canary.lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise RecordError(out, error) from error
+
+
+def _folder_file(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise TargetError(
+            f"{folder} cannot be opened ({error.strerror}): name --project"
+        ) from error
+
+
+@contextmanager
+def _locked(file: int, what: str) -> Iterator[None]:
+    """Hold an open file's lock, and close it. TargetError when another drill holds it."""
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TargetError(f"another drill is running {what}: wait for its end") from None
+        except OSError as error:
+            remedy = "give another folder, on a local disk"
+            raise TargetError(
+                f"nothing can be locked {what} ({error.strerror}): {remedy}"
+            ) from error
+        yield
+    finally:
+        os.close(file)
 
 
 def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -246,4 +285,4 @@ def exit_code_of(run: Callable[[argparse.Namespace], int], options: argparse.Nam
         say(f"not recorded, so nothing is decided: {error}")
     except KeyboardInterrupt:
         say("interrupted before the first visit")
-    return 2
+    return COULD_NOT_RUN

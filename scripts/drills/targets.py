@@ -19,7 +19,8 @@ from typing import ClassVar, Protocol
 from drills.visit import Identity, Mode, Role
 from servers.embedded import EmbeddedServer, vllm_folder
 from servers.processes import command_line, group_members, stop_group
-from serving.metrics import fetch, policy_state
+from serving.http import check_address
+from serving.metrics import policy_at
 
 # What the installer writes to vllm/v1/core: its hooks, and its modules.
 INSTALLED = (
@@ -112,11 +113,17 @@ class EmbeddedTarget(Target):
             max_model_len=self._max_model_len,
         )
         try:
-            self._save(server_group=server.start())
+            try:
+                group = server.start()
+            except OSError as error:
+                raise TargetError(
+                    f"the server cannot be started ({error}): make room in {self._out}"
+                ) from error
+            self._save(server_group=group)
             server.wait_until_ready()
             yield Site(
                 server.base_url,
-                lambda: policy_state(fetch(server.policy_metrics_url)),
+                lambda: policy_at([server.policy_metrics_url]),
                 server.ready_s,
                 server.wait_for_exit,
             )
@@ -130,8 +137,10 @@ class EmbeddedTarget(Target):
     def recover(self, state: dict) -> None:
         """End the server of a drill that was killed, if it is still there."""
         group = state.get("server_group")
+        if type(group) is not int or group <= 1:
+            return
         # The number may belong to something else by now.
-        if group and any(b"vllm" in command_line(p).lower() for p in group_members(group)):
+        if any(b"vllm" in command_line(p).lower() for p in group_members(group)):
             stop_group(group)
 
     def identity(self) -> Identity:
@@ -156,7 +165,13 @@ class UrlTarget(Target):
     @contextmanager
     def visit(self, role: Role, mode: Mode, number: int, scan_limit: int | None) -> Iterator[Site]:
         base_url, metrics = self._sites["candidate" if role == "candidate" else "lru"]
-        yield Site(base_url, lambda: policy_state("\n".join(map(fetch, metrics))))
+        yield Site(base_url, lambda: policy_at(metrics))
+
+    def begin(self) -> None:
+        """Refuse an address that cannot be one, before the first server is asked."""
+        for base_url, metrics in self._sites.values():
+            for url in (base_url, *metrics):
+                check_address(url)
 
     def leave_in_lru(self) -> str:
         return "the servers were not switched"

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
-from dotenv import dotenv_values
 
-from serving import http
+from serving import http, replies
 from serving.metrics import MetricsError, PrefixCounters, prefix_counters
+from serving.replies import ReplyError
 from serving.requests import Request, Result, WorkloadError
+from serving.secret import API_KEY_NAME
 
-API_KEY_NAME = "VLLM_API_KEY"
 COUNTER_TIMEOUT_S = 10
-
-
-def read_api_key(env_file: Path = Path(".env")) -> str | None:
-    """Return VLLM_API_KEY from the environment, else from `env_file`, else None."""
-    return os.environ.get(API_KEY_NAME) or dotenv_values(env_file).get(API_KEY_NAME) or None
 
 
 class Client:
@@ -58,15 +54,18 @@ class Client:
     async def model(self) -> str:
         """Return the served model's name, asked once when it was not given."""
         if self._model is None:
-            self._model = (await self._json("GET", "/v1/models"))["data"][0]["id"]
+            answer = await self._json("GET", "/v1/models")
+            with self._answering("/v1/models"):
+                self._model = replies.model_name(answer)
         return self._model
 
     async def version(self) -> str | None:
         """Return the server's own version, None when it does not say."""
         try:
-            return (await self._json("GET", "/version"))["version"]
-        except (WorkloadError, KeyError):
+            version = (await self._json("GET", "/version")).get("version")
+        except WorkloadError:
             return None
+        return version if isinstance(version, str) else None
 
     async def token_pool(self) -> tuple[list[int], int]:
         """Return ordinary token ids of the server's tokenizer, and its max-model-len in tokens."""
@@ -74,16 +73,22 @@ class Client:
         text = " ".join(a + b for a in syllables for b in syllables[::7])
         body = {"model": await self.model(), "prompt": text, "add_special_tokens": False}
         answer = await self._json("POST", "/tokenize", body)
-        return answer["tokens"], answer["max_model_len"]
+        with self._answering("/tokenize"):
+            return replies.token_pool(answer)
 
     async def counters(self) -> PrefixCounters:
-        """Read the server's prefix-cache counters now."""
+        """Read the server's prefix-cache counters now. MetricsError when they are not there."""
+        url = f"{self.base_url}/metrics"
         try:
             response = await self._http.get("/metrics")
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            raise MetricsError(f"{self.base_url}/metrics: {_text_of(error)}") from error
-        return prefix_counters(response.text)
+        except http.FAILURES as error:
+            raise MetricsError(f"{url}: {http.text_of(error)}") from error
+        if fault := replies.status_fault(response):
+            raise MetricsError(f"{url}: {fault}")
+        try:
+            return prefix_counters(response.text)
+        except MetricsError as error:
+            raise MetricsError(f"{url}: {error}") from error
 
     async def counters_after(self, earlier: PrefixCounters, queries_tokens: int) -> PrefixCounters:
         """Read the counters once they have moved by `queries_tokens`, or after some seconds."""
@@ -97,7 +102,10 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def send(self, request: Request) -> Result:
-        """Stream one completion at temperature 0. A failure is in the result, not raised."""
+        """Stream one completion at temperature 0. A failure is in the result, not raised.
+
+        Raises WorkloadError when what came is no answer of vLLM's.
+        """
         result = Result(request)
         body = {
             "model": await self.model(),
@@ -108,16 +116,19 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        usage: dict | None = None
         started = time.perf_counter()
-        try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                usage = await _read_stream(response, result, started)
-        except (httpx.HTTPError, json.JSONDecodeError, KeyError) as error:
-            result.error = _text_of(error)
-        if result.error is None:
-            result.total_ms = (time.perf_counter() - started) * 1000
-            _take_usage(result, usage)
+        with self._answering("/v1/completions"):
+            usage: object = None
+            try:
+                async with self._http.stream("POST", "/v1/completions", json=body) as response:
+                    usage = await _read_stream(response, result, started)
+            except httpx.DecodingError as error:
+                raise ReplyError(f"the body cannot be decoded ({error})") from error
+            except http.FAILURES as error:
+                result.error = http.text_of(error)
+            if result.error is None:
+                result.total_ms = (time.perf_counter() - started) * 1000
+                _take_usage(result, usage)
         return result
 
     async def send_alone(self, request: Request) -> Result:
@@ -135,53 +146,60 @@ class Client:
             return Result(request, error=str(error))
         return result
 
-    async def _json(self, method: str, path: str, body: dict | None = None) -> dict:
+    async def _json(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
+        url = f"{self.base_url}{path}"
         try:
             response = await self._http.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise WorkloadError(f"{self.base_url}{path}: {_text_of(error)}") from error
-        if response.is_error:
+        except http.FAILURES as error:
+            raise WorkloadError(f"{url}: {http.text_of(error)}") from error
+        if fault := replies.status_fault(response):
             hint = f" (set {API_KEY_NAME})" if response.status_code == 401 else ""
-            raise WorkloadError(f"{self.base_url}{path}: HTTP {response.status_code}{hint}")
-        return response.json()
+            raise WorkloadError(f"{url}: {fault}{hint}")
+        with self._answering(path):
+            return replies.json_object(response)
+
+    @contextmanager
+    def _answering(self, path: str) -> Iterator[None]:
+        """Name the address at which an answer was not what it should be."""
+        try:
+            yield
+        except ReplyError as error:
+            raise WorkloadError(f"{self.base_url}{path}: {error}") from error
 
 
-async def _read_stream(response: httpx.Response, result: Result, started: float) -> dict | None:
+async def _read_stream(response: httpx.Response, result: Result, started: float) -> object:
     """Put a stream's text, its TTFT since `started` and its error into `result`; return its usage.
 
-    `started` is a time.perf_counter(). Raises what the connection or the stream's form raises.
+    `started` is a time.perf_counter(). Raises ReplyError, and what the connection raises.
     """
     if response.is_error:
         detail = (await response.aread()).decode(errors="replace")[:300]
         result.error = f"HTTP {response.status_code}: {detail}"
         return None
-    usage = None
-    async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        event = json.loads(line.removeprefix("data: "))
-        if "error" in event:
-            result.error = f"error in the stream: {str(event['error'])[:300]}"
+    if fault := replies.status_fault(response):
+        raise ReplyError(fault)
+    usage: object = None
+    async for event in replies.events(response):
+        if error := event.get("error"):
+            result.error = f"error in the stream: {replies.shown(json.dumps(error))}"
             return None
-        # vLLM sends a choice only with at least one token, even if its text is "".
-        if event["choices"]:
+        text = replies.first_choice_text(event)
+        if text is not None:
             if result.ttft_ms is None:
                 result.ttft_ms = (time.perf_counter() - started) * 1000
-            result.text += event["choices"][0]["text"]
+            result.text += text
         usage = event.get("usage") or usage
     return usage
 
 
-def _take_usage(result: Result, usage: dict | None) -> None:
+def _take_usage(result: Result, usage: object) -> None:
     """Take the cached tokens from a stream's usage record, or say what the record finds wrong."""
     if usage is None or result.ttft_ms is None:
-        result.error = "the stream ended before its usage record"
-    elif usage["completion_tokens"] != result.request.max_tokens:
+        # A server that dies cuts the connection, which is another error: this one ended in order.
+        raise ReplyError("the stream ended before its usage record: is a proxy in between?")
+    completion_tokens, cached_tokens = replies.usage_numbers(usage)
+    if completion_tokens != result.request.max_tokens:
         asked = result.request.max_tokens
-        result.error = f"{usage['completion_tokens']} of {asked} tokens came"
-    elif details := usage.get("prompt_tokens_details"):
-        result.cached_tokens = details.get("cached_tokens") or 0
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        result.error = f"{completion_tokens} of {asked} tokens came"
+    else:
+        result.cached_tokens = cached_tokens

@@ -24,3 +24,13 @@ def progress(text: str) -> None:
 def now() -> str:
     """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+FEWEST_SAMPLES = {"p95": 20, "p99": 100}  # below, the percentile lies between the largest two
+FEW_MARK = "*"
+FEW_NOTE = f"{FEW_MARK} of fewer than {FEWEST_SAMPLES['p95']} samples: near the slowest of them"
+
+
+def of_few(samples: int, percentile: str = "p95") -> str:
+    """Return FEW_MARK for a percentile of so few samples that it is none, else nothing."""
+    return FEW_MARK if samples < FEWEST_SAMPLES[percentile] else ""

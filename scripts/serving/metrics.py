@@ -6,6 +6,7 @@ Both come from Prometheus text. A series that is absent is an error, never a zer
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import http
+from serving.replies import shown, status_fault
 
 POLICY_SETTINGS = (
     "scan_limit",
@@ -46,10 +48,19 @@ class PrefixCounters:
 
 def _samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except (ValueError, KeyError, IndexError) as error:
+        raise MetricsError(f"no metrics came but {shown(text)}: is this the address?") from error
     return found
+
+
+def _count(name: str, value: float) -> int:
+    if not math.isfinite(value):
+        raise MetricsError(f"{name} is {value}, no count: restart the server")
+    return round(value)
 
 
 def prefix_counters(text: str) -> PrefixCounters:
@@ -59,7 +70,7 @@ def prefix_counters(text: str) -> PrefixCounters:
     for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"):
         if name not in samples:
             raise MetricsError(f"{name} is not on /metrics: is prefix caching on, is this vLLM?")
-        sums.append(round(sum(value for _, value in samples[name])))
+        sums.append(_count(name, sum(value for _, value in samples[name])))
     return PrefixCounters(*sums)
 
 
@@ -73,7 +84,7 @@ def policy_state(text: str) -> dict:
     infos = [labels for labels, _ in samples.get("vllm:computecache_info", [])]
     if not infos:
         raise MetricsError("vllm:computecache_info is absent: this endpoint serves no policy")
-    distinct = {(info["mode"], *(info[name] for name in POLICY_SETTINGS)) for info in infos}
+    distinct = {tuple(info.get(name, "") for name in ("mode", *POLICY_SETTINGS)) for info in infos}
     if len(distinct) > 1:
         raise MetricsError(f"the engines disagree on mode or settings: {sorted(distinct)}")
     mode, *values = distinct.pop()
@@ -84,8 +95,13 @@ def policy_state(text: str) -> dict:
                 key = name.removeprefix("vllm:computecache_").removesuffix("_total")
                 if "class" in labels:
                     key = f"{key}_{labels['class']}"
-                counters[key] = counters.get(key, 0) + round(value)
-    settings = dict(zip(POLICY_SETTINGS, map(int, values), strict=True))
+                counters[key] = counters.get(key, 0) + _count(name, value)
+    try:
+        settings = dict(zip(POLICY_SETTINGS, map(int, values), strict=True))
+    except ValueError as error:
+        raise MetricsError(
+            f"vllm:computecache_info holds no settings: {shown(str(values))}"
+        ) from error
     return {"mode": mode, "settings": settings, "counters": counters, "pools": len(infos)}
 
 
@@ -96,10 +112,23 @@ def fetch(url: str, timeout_s: float = 10) -> str:
     """
     try:
         response = http.get(url, timeout_s)
-        response.raise_for_status()
     except httpx.HTTPError as error:
         raise MetricsError(f"{url}: {error or type(error).__name__}") from error
+    if fault := status_fault(response):
+        raise MetricsError(f"{url}: {fault}")
     return response.text
+
+
+def policy_at(urls: list[str]) -> dict:
+    """Return the state of the policy at these addresses, one for each engine, as policy_state does.
+
+    Raises MetricsError naming the addresses.
+    """
+    text = "\n".join(map(fetch, urls))
+    try:
+        return policy_state(text)
+    except MetricsError as error:
+        raise MetricsError(f"{' '.join(urls)}: {error}") from error
 
 
 def compose_fetch(compose: list[str], folder: Path, service: str, port: int) -> Callable[[], str]:

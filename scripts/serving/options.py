@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from serving import shapes
 from serving.requests import Prompts, Request, WorkloadError, check_plan
 from serving.traces import TraceFile, trace_file
 
 PARTS = 10
+MOST = 10_000_000  # of anything that is counted
+MOST_PLAN_TOKENS = 200_000_000  # about 2 GB of prompts
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
@@ -31,19 +33,28 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     add("--survival", type=numbers, default=[], help="then floods of these lengths, e.g. 1,2,4")
     add("--max-tokens", type=positive, default=4, help="tokens to generate for each prompt")
     add("--prefixes", type=positive, default=4, help="hot prefixes (zipf) or sessions")
-    add("--zipf-exponent", type=finite, default=1.0)
-    add("--hot-share", type=finite, default=0.5, help="share of zipf requests with a hot prefix")
+    add("--zipf-exponent", type=within(0, 100), default=1.0)
+    add("--hot-share", type=within(0, 1), default=0.5, help="share of zipf requests that are hot")
     add("--turns", type=positive, default=4, help="turns of a session")
     add("--turn-tokens", type=positive, default=32, help="tokens each turn or question adds")
-    add("--think-s", type=finite, default=0.0, help="seconds between answer and next turn")
+    add("--think-s", type=not_negative, default=0.0, help="seconds between answer and next turn")
     add("--trace", type=trace_file, help="in the public Mooncake form (.jsonl or .jsonl.gz)")
-    add("--trace-speed", type=finite, default=1.0, help="times faster than recorded; 0: no waiting")
+    add(
+        "--trace-speed",
+        type=not_negative,
+        default=1.0,
+        help="times faster than recorded; 0: no waiting",
+    )
     add("--trace-block-tokens", type=positive, default=512, help="tokens each hash id stands for")
     add("--concurrency", type=positive, default=1, help="requests in flight at most")
-    add("--arrivals", type=finite, help="one-use prompts a second, Poisson (default: no waiting)")
+    add(
+        "--arrivals",
+        type=not_negative,
+        help="one-use prompts a second, Poisson (default: no waiting)",
+    )
     add("--max-requests", type=positive, help="cut the plan after this many")
-    add("--max-seconds", type=finite, default=600.0, help="start no request after this time")
-    add("--request-timeout", type=finite, default=120.0, help="seconds without a byte")
+    add("--max-seconds", type=above_zero, default=600.0, help="start no request after this time")
+    add("--request-timeout", type=above_zero, default=120.0, help="seconds without a byte")
     add("--seed", type=int, default=0)
 
 
@@ -68,9 +79,20 @@ def workload_settings(options: argparse.Namespace) -> dict:
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    """Parse an integer from 1 to MOST."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """Parse an integer from 0 to MOST."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if (value := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"{value} is above {MOST:,}")
     return value
 
 
@@ -81,11 +103,29 @@ def finite(text: str) -> float:
     return value
 
 
-def natural(text: str) -> int:
-    """Parse an integer of at least 0."""
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
+def above_zero(text: str) -> float:
+    """Parse a number above 0."""
+    if (value := finite(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def not_negative(text: str) -> float:
+    """Parse a number of at least 0."""
+    if (value := finite(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def within(least: float, most: float) -> Callable[[str], float]:
+    """Return an argparse type: a number between two bounds."""
+
+    def number(text: str) -> float:
+        if not least <= (value := finite(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:g}")
+        return value
+
+    return number
 
 
 def numbers(text: str) -> list[int]:
@@ -101,7 +141,8 @@ def make_plan(
     `pool` are the token ids that prompts are drawn from; a request may be `max_model_len` tokens
     long. Raises WorkloadError when that is no plan to run.
     """
-    prompts = Prompts(pool, options.seed)
+    _check_sizes(options, max_model_len)
+    prompts = Prompts(pool, options.seed, MOST_PLAN_TOKENS)
     left_out = 0
     if options.shape == "trace":
         plan, left_out = _trace(options, prompts, max_model_len)
@@ -117,6 +158,18 @@ def make_plan(
             part = index * PARTS // len(plan)
             request.tag.update(repetition=part, key=f"{options.shape}/{index}")
     return plan, left_out
+
+
+def _check_sizes(options: argparse.Namespace, max_model_len: int) -> None:
+    """Raise WorkloadError for a prompt that cannot fit, before one of that size is drawn."""
+    sizes = {"--hot-tokens": options.hot_tokens, "--flood-tokens": options.flood_tokens}
+    used = {"pressure": sizes, "zipf": sizes, "sessions": {"--hot-tokens": options.hot_tokens}}
+    for name, tokens in used.get(options.shape, {}).items():
+        if tokens + options.max_tokens > max_model_len:
+            raise WorkloadError(
+                f"{name} {tokens} and --max-tokens {options.max_tokens} exceed the server's "
+                f"max-model-len of {max_model_len}: ask for less"
+            )
 
 
 def _gaps(options: argparse.Namespace) -> Iterable[float]:

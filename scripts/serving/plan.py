@@ -23,48 +23,66 @@ async def run_plan(
     """Run the requests in order, at most `concurrency` at once; return their results in order.
 
     After `max_seconds` or `max_failures` failed requests no more are started, so the answer can be
-    shorter than the plan.
+    shorter than the plan. Raises what a request raises, once those in flight have been cancelled.
     """
     slots = asyncio.Semaphore(concurrency)
     deadline = time.monotonic() + max_seconds
     failures = 0
+    broken = False
     tasks: list[asyncio.Task[Result | None]] = []
     last_of_lane: dict[int, asyncio.Task[Result | None]] = {}
 
     def over() -> bool:
-        return time.monotonic() > deadline or failures >= max_failures
+        return broken or time.monotonic() >= deadline or failures >= max_failures
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(max(0.0, min(seconds, deadline - time.monotonic())))
 
     async def one(request: Request, before: asyncio.Task[Result | None] | None) -> Result | None:
-        nonlocal failures
+        nonlocal failures, broken
         if before is not None:
             await before
-            await asyncio.sleep(request.think_s)
+            await sleep(request.think_s)
         async with slots:
             if over():
                 return None
-            result = await (client.send_alone if request.alone else client.send)(request)
+            try:
+                result = await (client.send_alone if request.alone else client.send)(request)
+            except BaseException:
+                broken = True
+                raise
         failures += result.error is not None
         on_result(result)
         return result
 
-    started = time.monotonic()
-    for request in plan:
-        if request.alone:
-            await asyncio.gather(*tasks)
-        if request.gap_s:
-            await asyncio.sleep(max(0.0, started + request.gap_s - time.monotonic()))
-        elif request.lane is None:
-            async with slots:  # a closed loop starts the next request when there is room for it
-                pass
-        if over():
-            break
+    try:
         started = time.monotonic()
-        before = None if request.lane is None else last_of_lane.get(request.lane)
-        tasks.append(asyncio.create_task(one(request, before)))
-        if request.lane is not None:
-            last_of_lane[request.lane] = tasks[-1]
-        await asyncio.sleep(0)  # let it take its slot
-        if request.alone:
-            await tasks[-1]
-    results = await asyncio.gather(*tasks)
+        for request in plan:
+            if request.alone:
+                await asyncio.gather(*tasks)
+            if request.gap_s:
+                await sleep(started + request.gap_s - time.monotonic())
+            elif request.lane is None:
+                async with slots:  # a closed loop starts the next when there is room for it
+                    pass
+            if over():
+                break
+            started = time.monotonic()
+            before = None if request.lane is None else last_of_lane.get(request.lane)
+            tasks.append(asyncio.create_task(one(request, before)))
+            if request.lane is not None:
+                last_of_lane[request.lane] = tasks[-1]
+            await asyncio.sleep(0)  # let it take its slot
+            if request.alone:
+                await tasks[-1]
+        results = await asyncio.gather(*tasks)
+    except BaseException:
+        await _cancel(tasks)
+        raise
     return [result for result in results if result is not None]
+
+
+async def _cancel(tasks: list[asyncio.Task[Result | None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)  # unasked, each would print a traceback

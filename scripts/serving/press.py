@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 
 from serving.client import Client
-from serving.metrics import UNPATCHED, MetricsError, PrefixCounters, fetch, policy_state
+from serving.metrics import UNPATCHED, MetricsError, PrefixCounters, policy_at
 from serving.options import make_plan, workload_settings
 from serving.plan import run_plan
 from serving.requests import Result
@@ -26,7 +26,7 @@ def read_policy(urls: list[str], expect_unpatched: bool = False) -> dict:
     though it should not be.
     """
     try:
-        state = policy_state("\n".join(map(fetch, urls)))
+        state = policy_at(urls)
     except MetricsError as error:
         if expect_unpatched:
             return {"mode": UNPATCHED, "settings": {}, "counters": {}, "pools": 0}

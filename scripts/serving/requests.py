@@ -55,16 +55,29 @@ class Result:
 
 
 class Prompts:
-    """Draws prompts of exact token counts; equal (seed, name) gives equal prompts."""
+    """Draws prompts of exact token counts; equal (seed, name) gives equal prompts.
 
-    def __init__(self, pool: Iterable[int], seed: str | int) -> None:
+    most_tokens: how many may be drawn in all, None for no bound.
+    """
+
+    def __init__(
+        self, pool: Iterable[int], seed: str | int, most_tokens: int | None = None
+    ) -> None:
         self._pool = sorted(set(pool))
         self._seed = seed
+        self._left, self._most = most_tokens, most_tokens
         if len(self._pool) < 64:
             raise WorkloadError(f"/tokenize gave {len(self._pool)} distinct tokens, 64 are needed")
 
     def draw(self, name: str, tokens: int) -> list[int]:
-        """Return `tokens` token ids that belong to `name`."""
+        """Return `tokens` token ids that belong to `name`. WorkloadError: too many in all."""
+        if self._left is not None:
+            self._left -= tokens
+            if self._left < 0:
+                raise WorkloadError(
+                    f"the plan has more than {self._most:,} tokens of prompts: ask for fewer "
+                    "requests or shorter ones"
+                )
         return random.Random(f"{self._seed}/{name}").choices(self._pool, k=tokens)
 
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from socket import AF_INET6
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -111,6 +111,16 @@ class _Server(ThreadingMixIn, WSGIServer):
     # Two engines on one port would answer scrapes in turn, each with its own counters.
     allow_reuse_port = False
 
+    def server_bind(self) -> None:
+        """Bind without asking a resolver for this machine's name, as http.server does.
+
+        A slow one would hold the engine's start up; nothing here uses the name.
+        """
+        TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), port
+        self.setup_environ()
+
 
 class _Server6(_Server):
     address_family = AF_INET6
@@ -195,6 +205,14 @@ def metrics_port(value: str) -> int:
     )
 
 
+def metrics_host(value: str) -> str:
+    """Return the host to bind of COMPUTECACHE_METRICS_HOST: an IPv6 address may be in brackets."""
+    host = value.strip()
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return host or "127.0.0.1"
+
+
 _lock = threading.Lock()
 _collector: PolicyCollector | None = None
 
@@ -219,12 +237,12 @@ def serve_policy(policy: Any, environ: Mapping[str, str] = os.environ) -> None:
             rank = engine_rank(multiprocessing.current_process().name)
             deployed = environ.get("COMPUTECACHE_MODE", "").strip() or "lru"
             collector = PolicyCollector(str(rank), deployed)
-            host = environ.get("COMPUTECACHE_METRICS_HOST", "").strip() or "127.0.0.1"
+            host = metrics_host(environ.get("COMPUTECACHE_METRICS_HOST", ""))
             server = start_endpoint(collector, host, metrics_port(value), rank)
             logger.info(
                 "ComputeCache metrics of engine %d: http://%s:%d/metrics",
                 rank,
-                host,
+                f"[{host}]" if ":" in host else host,
                 server.server_port,
             )
             _collector = collector
