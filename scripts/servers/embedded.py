@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from servers.processes import STOP_TIMEOUT_S, free_port, healthy, stop_group
+from servers.start_log import cause
 
 READY_TIMEOUT_S = 300
 BLOCK_SIZE = 32  # tokens; the CPU's attention takes multiples of 32 only
@@ -23,7 +24,10 @@ SERVED_MODEL = "computecache-tiny"
 
 
 class ServerError(RuntimeError):
-    """The server could not be started, or died; the message ends with its log's last lines."""
+    """The server could not be started, or died.
+
+    The message begins with vLLM's own reason, where its log has one, and ends with the last lines.
+    """
 
 
 def vllm_folder() -> Path:
@@ -143,16 +147,21 @@ class EmbeddedServer:
         """Return the last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
+    def _failed(self, what: str) -> ServerError:
+        reason = cause(self.log.read_text(errors="replace"))
+        first = f"{what}: {reason}; the end of {self.log}" if reason else what
+        return ServerError(f"{first}:\n{self.log_tail()}")
+
     def wait_until_ready(self) -> None:
         """Return once /health answers. Raises ServerError when the server ends or stays silent."""
         while time.monotonic() < self._started + READY_TIMEOUT_S:
             if self.exit_code is not None:
-                raise ServerError(f"the server ended with {self.exit_code}:\n{self.log_tail()}")
+                raise self._failed(f"the server ended with {self.exit_code}")
             if healthy(self.base_url):
                 self.ready_s = round(time.monotonic() - self._started, 1)
                 return
             time.sleep(0.2)
-        raise ServerError(f"no answer within {READY_TIMEOUT_S} s:\n{self.log_tail()}")
+        raise self._failed(f"no answer within {READY_TIMEOUT_S} s")
 
 
 def _environment() -> dict[str, str]:
