@@ -61,7 +61,8 @@ def read_api_key(env_file: Path = Path(".env")) -> str | None:
         ("in the environment", os.environ.get(API_KEY_NAME)),
         (f"in {env_file}", of_env_file.get(API_KEY_NAME)),
     ):
-        key = (value or "").removesuffix("\n").removesuffix("\r")
+        key = value or ""
+        key = key.removesuffix("\r\n" if key.endswith("\r\n") else "\n")
         if key:
             if fault := _fault(key):
                 raise WorkloadError(

@@ -190,3 +190,28 @@ def test_proxy_settings_that_cannot_be_used_for_another_machine_are_named(script
     assert done.returncode == 2
     assert "unset or correct ALL_PROXY" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_prefix_that_can_never_hit_is_no_success(fake, script):
+    with fake() as server:
+        where = ("--base-url", server.url, "--policy-metrics-url", server.policy_url)
+        done = script("prefix_pressure.py", *where, "--hot-tokens", 16)
+    assert done.returncode == 2
+    assert "a hot prefix of 16 tokens was not in the cache when it was sent again" in done.stderr
+
+
+def test_a_percentile_of_few_samples_is_said_to_be_one(fake, press):
+    with fake("--blocks", 512) as server:
+        done = press(server, "--repetitions", 5)  # 20 floods, 5 replays
+    report = json.loads(done.stdout)
+    assert "p95 of hot_replay rests on 5 samples, 20 are needed" in " ".join(report["notes"])
+    assert not [note for note in report["notes"] if note.startswith("p95 of flood ")]
+    assert [note for note in report["notes"] if note.startswith("p99 of flood ")]
+    assert "note: p95 of hot_replay rests on 5 samples" in done.stderr
+
+
+def test_max_seconds_also_ends_a_wait_for_the_next_request(fake, press):
+    with fake() as server:
+        done = press(server, "--arrivals", "1e-9", "--max-seconds", 1)
+    assert done.returncode == 2
+    assert "--max-seconds ended the run" in done.stderr

@@ -42,3 +42,11 @@ def test_no_patched_vllm_is_exit_code_2(tmp_path):
     )
     assert result.returncode == 2
     assert "bench_scrape: vLLM cannot be imported" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--round-s=nan", "--round-s=inf", "--scrapes-per-s=nan"])
+def test_a_number_without_a_meaning_is_exit_code_2(option):
+    command = [sys.executable, BENCH, option]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "above 0, at most 1000" in done.stderr

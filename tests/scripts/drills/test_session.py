@@ -2,11 +2,13 @@
 """Whatever goes wrong in a drill, the target is not left in active."""
 
 import argparse
+import json
 
 import pytest
 
 from drills import compose, session
 from drills.checks import PASS
+from drills.env_file import EnvFileError
 from drills.targets import TargetError
 from drills.verdict import Verdict
 
@@ -53,7 +55,7 @@ def test_an_env_file_that_is_gone_after_the_switch_fails_the_promotion(folder):
 def test_a_bug_between_the_visits_and_the_end_leaves_lru(folder, monkeypatch):
     target = Recording(folder)
     monkeypatch.setattr(session, "make_target", lambda options, save: target)
-    options = argparse.Namespace(out=folder / "out")
+    options = argparse.Namespace(out=folder / "out", project=folder)
 
     def drive():
         with session.open_session(options) as drill:
@@ -68,7 +70,7 @@ def test_a_bug_between_the_visits_and_the_end_leaves_lru(folder, monkeypatch):
 def test_after_the_end_nothing_is_switched_again(folder, monkeypatch):
     target = Recording(folder)
     monkeypatch.setattr(session, "make_target", lambda options, save: target)
-    options = argparse.Namespace(out=folder / "out")
+    options = argparse.Namespace(out=folder / "out", project=folder)
 
     def drive():
         with session.open_session(options) as drill:
@@ -105,3 +107,78 @@ def test_an_engine_that_hangs_does_not_answer(folder, monkeypatch):
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     assert not target._engine_answers()
+
+
+def test_a_second_drill_on_the_stack_is_refused_whatever_its_folder(folder, monkeypatch):
+    target = Recording(folder)
+    monkeypatch.setattr(session, "make_target", lambda options, save: target)
+    first, second = (argparse.Namespace(out=folder / name, project=folder) for name in "ab")
+
+    def drive():
+        with session.open_session(first) as drill:
+            try:
+                with session.open_session(second):
+                    raise AssertionError("two drills on one stack")
+            finally:
+                drill.finish(accepted())
+
+    with pytest.raises(TargetError, match="another drill is running on the stack of"):
+        drive()
+    with session.open_session(second) as drill:  # the first one's end sets it free
+        drill.finish(accepted())
+
+
+def test_a_key_that_is_none_is_named_before_any_server_is_started(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "key of\nthis test")
+    monkeypatch.setattr(session, "make_target", lambda options, save: pytest.fail("too late"))
+    options = argparse.Namespace(out=folder / "out", project=folder)
+    with (
+        pytest.raises(session.WorkloadError, match="VLLM_API_KEY in the environment has a control"),
+        session.open_session(options),
+    ):
+        pass
+
+
+def test_a_bug_in_a_visit_is_a_reason_and_no_verdict(folder):
+    state = session.State(folder / "state.json")
+    state.values = {"phase": "candidate"}
+    drill = session.Session(argparse.Namespace(), Recording(folder), state)
+
+    def steps():
+        raise LookupError("surprise")
+
+    drill.run(steps)
+    verdict = accepted()
+    left = drill.finish(verdict, promote=True)
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert left["final_mode"] == "lru"
+    (reason,) = verdict.reasons
+    assert "ended in phase candidate by LookupError: surprise (at test_session.py:" in reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finished": "no"},
+        {"phase": ["candidate"]},
+        {"target": 7},
+        {"finished": None},
+    ],
+)
+def test_a_state_with_values_of_another_kind_counts_as_killed(folder, changes):
+    path = folder / "state.json"
+    good = {"target": "compose", "phase": "candidate", "finished": True}
+    path.write_text(json.dumps(good))
+    assert session.State(path).killed("compose") is None
+    path.write_text(json.dumps(good | changes))
+    assert session.State(path).killed("compose") == {}
+    path.write_text("[" * 99999)
+    assert session.State(path).killed("compose") == {}
+
+
+def test_a_foreign_line_of_a_killed_promotion_is_not_written_into_env(folder):
+    target = Recording(folder)
+    for line in ("COMPUTECACHE_MODE=lru\nLD_PRELOAD=x", "LD_PRELOAD=x", ""):
+        with pytest.raises(EnvFileError, match="does more than that"):
+            target.recover({compose.ENV_LINE: line})
+    assert (folder / ".env").read_text() == ENV

@@ -12,7 +12,7 @@ TOO_SMALL = (
     "`gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
 )
 AT = '  File "/x/vllm/v1/engine/core.py", line 1120, in __init__\n    super().__init__(\n'
-WARNED = "(APIServer pid=1) WARNING 12-01 05:12:46 [u.py:2] can cause errors like `OSError: [Errno 24] x`"
+WARNED = "(APIServer pid=1) WARNING 12-01 05:12:46 [u.py:2] errors like `OSError: [Errno 24] x`"
 POOL = (
     f"{WARNED}\n"
     "(EngineCore pid=7) ERROR 12-01 05:13:01 [core.py:900] EngineCore failed to start.\n"

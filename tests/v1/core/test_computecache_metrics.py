@@ -310,3 +310,41 @@ def test_one_endpoint_for_all_policies_of_an_engine_in_multiprocess_mode(tmp_pat
     }
     assert modes == {("1", "0"): "active", ("1", "1"): "lru"}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lookup", ["getfqdn", "gethostbyaddr", "gethostbyname", "getnameinfo"])
+def test_no_resolver_is_asked_for_a_name_while_the_engine_starts(
+    metrics, endpoint, monkeypatch, lookup
+):
+    """http.server asks for this machine's name when it binds: 6 s where the resolver is slow."""
+
+    def slow(*arguments):
+        raise AssertionError(f"{lookup} was asked")
+
+    monkeypatch.setattr(socket, lookup, slow)
+    server = endpoint(metrics.PolicyCollector("0"), "127.0.0.1", free_port_range())
+    assert httpx.get(f"http://127.0.0.1:{server.server_port}/metrics", trust_env=False).is_success
+
+
+@pytest.mark.parametrize(
+    ("value", "host"),
+    [("", "127.0.0.1"), (" ", "127.0.0.1"), ("[::1]", "::1"), (" ::1 ", "::1"), ("::", "::")],
+)
+def test_an_ipv6_host_may_be_in_brackets(metrics, value, host):
+    assert metrics.metrics_host(value) == host
+
+
+def test_an_ipv6_host_in_brackets_is_served_and_logged_as_an_address(metrics, caplog):
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    environ = {"COMPUTECACHE_METRICS_HOST": "[::1]", "COMPUTECACHE_METRICS_PORT": str(port)}
+    policy = policy_module.ComputeCachePolicy(policy_module.Settings(), 8, 16)
+    with caplog.at_level("INFO"):
+        metrics.serve_policy(policy, environ)
+    (address,) = [word for word in caplog.text.split() if word.startswith("http://")]
+    assert address.startswith("http://[::1]:")
+    assert "vllm:computecache_info" in httpx.get(address, trust_env=False).text
