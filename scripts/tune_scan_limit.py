@@ -17,9 +17,6 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-from rich.table import Table
-
 from drills.checks import UNKNOWN, never_lost
 from drills.options import add_drill_options, block_tokens, limits, refuse_short_prefix
 from drills.record import write_record
@@ -102,6 +99,9 @@ def choose(rows: list[dict]) -> int | None:
 
 def print_table(rows: list[dict], chosen: int | None) -> None:
     """Print a row a limit on stderr."""
+    from rich.console import Console  # after `drills`, which says what is not installed
+    from rich.table import Table
+
     table = Table(title="scan limits")
     for title in ("scan limit", "outcome", "cached", "hot p95 ms", "flood p95 ms", ""):
         table.add_column(title)

@@ -147,6 +147,17 @@ def test_hup_stays_ignored_where_it_was(tmp_path, ignored):
     assert said == ("SIGTERM True\n" if ignored else "SIGHUP False\n")
 
 
+@pytest.mark.parametrize("name", ["canary.py", "prefix_pressure.py", "tune_scan_limit.py"])
+def test_a_python_without_the_packages_is_2_and_told_which(name):
+    command = [sys.executable, "-S", str(SCRIPTS / name), "--help"]  # -S: no installed packages
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert (
+        "has no dotenv, httpx, numpy, prometheus_client: run `bash scripts/setup_env" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
 def wait_for(file, process):
     while not file.exists():
         assert process.poll() is None

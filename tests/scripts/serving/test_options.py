@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: what cannot be meant is refused by name; nothing but a refusal or a plan comes of any."""
+"""Options: what cannot be meant is refused by name; nothing else than that comes of any."""
 
 import argparse
 import contextlib
