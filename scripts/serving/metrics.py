@@ -35,14 +35,20 @@ class MetricsError(RuntimeError):
 
 @dataclass(frozen=True)
 class PrefixCounters:
-    """Tokens looked up in the prefix cache and tokens found there, over all engines."""
+    """Tokens looked up in the prefix cache and tokens found there, over all engines.
+
+    hits_tokens: found on the device. external_tokens: found in a KV connector's tier instead.
+    """
 
     queries_tokens: int
     hits_tokens: int
+    external_tokens: int = 0
 
     def __sub__(self, earlier: PrefixCounters) -> PrefixCounters:
         return PrefixCounters(
-            self.queries_tokens - earlier.queries_tokens, self.hits_tokens - earlier.hits_tokens
+            self.queries_tokens - earlier.queries_tokens,
+            self.hits_tokens - earlier.hits_tokens,
+            self.external_tokens - earlier.external_tokens,
         )
 
 
@@ -63,15 +69,35 @@ def _count(name: str, value: float) -> int:
     return round(value)
 
 
+def series_names(url: str) -> set[str]:
+    """Return the names of the series on a metrics page.
+
+    Raises MetricsError when it cannot be read or is no Prometheus text, WorkloadError as fetch.
+    """
+    try:
+        return set(_samples(fetch(url)))
+    except ValueError as error:
+        raise MetricsError(f"{url}: not Prometheus text ({error})") from error
+
+
 def prefix_counters(text: str) -> PrefixCounters:
-    """Sum vLLM's prefix-cache counters over engines. Raises MetricsError when one is absent."""
+    """Sum vLLM's prefix-cache counters over engines. Raises MetricsError when one is absent.
+
+    A server that has no counter for external hits has no tier to find them in.
+    """
     samples = _samples(text)
     sums = []
     for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"):
         if name not in samples:
             raise MetricsError(f"{name} is not on /metrics: is prefix caching on, is this vLLM?")
         sums.append(_count(name, sum(value for _, value in samples[name])))
-    return PrefixCounters(*sums)
+    queries_tokens, hits_tokens = sums
+    if by_source := samples.get("vllm:prompt_tokens_cached_by_source_total"):
+        device = [value for labels, value in by_source if labels["source"] == "device"]
+        hits_tokens = _count("vllm:prompt_tokens_cached_by_source_total", sum(device))
+    external = samples.get("vllm:external_prefix_cache_hits_total", [])
+    loaded = _count("vllm:external_prefix_cache_hits_total", sum(v for _, v in external))
+    return PrefixCounters(queries_tokens, hits_tokens, loaded)
 
 
 def policy_state(text: str) -> dict:

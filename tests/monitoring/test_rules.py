@@ -50,6 +50,14 @@ def test_every_alert_is_explained_to_operators():
     assert [name for name in alerts() if f"`{name}`" not in guide] == []
 
 
+def test_the_tier_is_scraped_only_where_its_name_resolves():
+    config = yaml.safe_load((REPO / "monitoring/prometheus.yml").read_text())
+    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "lmcache"]
+    assert "static_configs" not in job
+    (found,) = job["dns_sd_configs"]
+    assert (found["names"], found["type"], found["port"]) == (["lmcache"], "A", 8080)
+
+
 def test_targets_are_what_compose_runs():
     config = yaml.safe_load((REPO / "monitoring/prometheus.yml").read_text())
     stack = yaml.safe_load((REPO / "compose.yaml").read_text())
@@ -59,7 +67,9 @@ def test_targets_are_what_compose_runs():
         "computecache": f"vllm:{vllm['environment']['COMPUTECACHE_METRICS_PORT']}",
     }
     scraped = {
-        job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]
+        job["job_name"]: job["static_configs"][0]["targets"]
+        for job in config["scrape_configs"]
+        if job["job_name"] != "lmcache"
     }
     assert scraped == {job: [target] for job, target in served.items()}
     mounted = {
