@@ -28,6 +28,8 @@ JUDGED_KINDS = {
 }
 # Of what a cache of any size could serve. Blocks larger than 16 tokens cost the rest.
 NOTHING_LOST = 0.95
+# Visits of which a tier served shares this close computed nearly the same.
+SAME_SHARE = 0.05
 
 
 class Check(TypedDict):
@@ -194,6 +196,41 @@ def _too_few(what: str, pairs: int, limits: Limits) -> str:
         f"{pairs} pairs of repetitions have {what} in both modes, {limits.min_samples} needed: "
         "raise --max-requests or give --repeats"
     )
+
+
+def tier(lru: list[Report], candidate: list[Report]) -> Check | None:
+    """Did a tier serve the one-use prompts alike in every visit? None when no tier served.
+
+    It outlives a restart of the server: what the first visit computed, the next ones may load.
+    """
+    reports = [*lru, *candidate]
+    if not any("tier" in report for report in reports):
+        return None
+    served = [sum(_external(report) for report in side) for side in (lru, candidate)]
+    shares = [_loaded_share(report) for report in reports]
+    low, high = min(shares), max(shares)
+    text = (
+        f"beside the device, a tier served {served[0]} tokens in lru and {served[1]} in the "
+        f"candidate; of the one-use prompts {low:.0%} to {high:.0%}"
+    )
+    if high - low <= SAME_SHARE:
+        return make_check("tier", PASS, text)
+    remedy = (
+        "their times cannot be compared: empty the tier before each visit, run the servers without "
+        "it, or run this again with the same --seed, so that every visit finds them there"
+    )
+    return make_check("tier", UNKNOWN, f"{text}: {remedy}")
+
+
+def _external(report: Report) -> int:
+    return report["tier"]["external_tokens"] if "tier" in report else 0
+
+
+def _loaded_share(report: Report) -> float:
+    """Return the share of the prompts not sent alone that came from a tier, 0 to 1."""
+    if "tier" not in report or not report["tier"]["unassigned_prompt_tokens"]:
+        return 0.0
+    return report["tier"]["unassigned_tokens"] / report["tier"]["unassigned_prompt_tokens"]
 
 
 def ttft(kind: str, numbers: dict, limits: Limits, hot: bool) -> Check:

@@ -13,9 +13,10 @@ from typing import Literal
 
 from drills.checks import JUDGED_KINDS, never_lost, reports_of, served_tokens
 from drills.verdict import Verdict
-from drills.visit import Role, Visit
+from drills.visit import ABSENT, Absent, Role, Visit
 from serving.files import REPO, replace_file
 from serving.secret import redacted, redacted_record
+from serving.summary import Report
 
 SCHEMA_VERSION = 1
 
@@ -53,6 +54,8 @@ class Phase:
     phase: the visit's role. mode: as the server itself reported. hot_prefix: None for a workload
     without one hot prefix. ttft_p95_ms and ttft_samples (how many times it rests on): by kind, the
     control left out. None: nothing was measured.
+    without one hot prefix. cached_tokens: on the device. external_tokens: from a KV tier.
+    ttft_p95_ms: by kind, the control left out. None: nothing was measured.
     """
 
     phase: Role
@@ -60,6 +63,7 @@ class Phase:
     hot_prefix: Literal["kept", "lost"] | None = None
     cached_tokens: int | None = None
     reusable_tokens: int | None = None
+    external_tokens: int | Absent = ABSENT
     warm_prefix_cached_tokens: int | None = None
     post_flood_cached_tokens: int | None = None
     hit_ratio: float | None = None
@@ -68,6 +72,16 @@ class Phase:
     requests_served: int = 0
     requests_failed: int = 0
     error: str | None = None
+
+    def record(self) -> dict:
+        """Return it as canary.json holds it: without external_tokens where no tier served."""
+        return {name: value for name, value in asdict(self).items() if value is not ABSENT}
+
+
+def device_tokens(report: Report) -> int:
+    """Return the prompt tokens that a report's requests found on the device."""
+    unassigned = report["tier"]["unassigned_tokens"] if "tier" in report else 0
+    return served_tokens(report) - unassigned
 
 
 def phase_of(visit: Visit) -> Phase:
@@ -90,7 +104,8 @@ def phase_of(visit: Visit) -> Phase:
         phase=visit.role,
         mode=report["mode"],
         hot_prefix=hot_prefix,
-        cached_tokens=served_tokens(report),
+        cached_tokens=device_tokens(report),
+        external_tokens=report["tier"]["external_tokens"] if "tier" in report else ABSENT,
         reusable_tokens=report["reusable_tokens"],
         warm_prefix_cached_tokens=report["warm_prefix_cached_tokens"],
         post_flood_cached_tokens=report["post_flood_cached_tokens"],
@@ -131,7 +146,7 @@ def complete(visits: list[Visit], record: dict, verdict: Verdict) -> dict:
         "outcome": verdict.outcome,
         "exit_code": verdict.exit_code,
         "reasons": verdict.reasons,
-        "phases": [asdict(phase_of(v)) for v in visits],
+        "phases": [phase_of(v).record() for v in visits],
         "checks": verdict.checks,
         "statistics": verdict.statistics,
         "server_starts": sum(isinstance(v.ready_s, float) for v in visits),

@@ -76,6 +76,7 @@ def judge(visits: list[Visit], limits: Limits) -> Verdict:
         found.append(checks.samples(len(pairs), limits))
         if _all_pass(found):
             statistics = _statistics(lru, candidate, pairs)
+            found += [check] if (check := checks.tier(lru, candidate)) else []
             found += _compared(statistics, lru[0]["settings"], limits)
     return Verdict([*found, checks.rollback(visits)], statistics)
 

@@ -132,7 +132,10 @@ class Client:
         return result
 
     async def send_alone(self, request: Request) -> Result:
-        """Send with the counters read before and after; they stand in for usage without details."""
+        """Send with the counters read before and after; they stand in for usage without details.
+
+        Usage counts what a KV connector's tier served as cached too: that is taken off again.
+        """
         try:
             before = await self.counters()
             result = await self.send(request)
@@ -140,7 +143,11 @@ class Client:
                 moved = (await self.counters_after(before, len(request.prompt))) - before
                 if moved.queries_tokens == len(request.prompt):
                     result.counter_cached_tokens = moved.hits_tokens
-                if result.cached_tokens is None:
+                    if moved.external_tokens:
+                        result.external_tokens = moved.external_tokens
+                if result.cached_tokens is not None:
+                    result.cached_tokens -= result.external_tokens or 0
+                else:
                     result.cached_tokens = result.counter_cached_tokens
         except MetricsError as error:
             return Result(request, error=str(error))

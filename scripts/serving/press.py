@@ -14,7 +14,7 @@ from serving.metrics import UNPATCHED, MetricsError, PrefixCounters, policy_at
 from serving.options import make_plan, workload_settings
 from serving.plan import run_plan
 from serving.requests import Result
-from serving.summary import Report, answers, counters, summarize
+from serving.summary import Report, answers, counters, summarize, tier
 
 
 def read_policy(urls: list[str], expect_unpatched: bool = False) -> dict:
@@ -41,11 +41,10 @@ def read_policy(urls: list[str], expect_unpatched: bool = False) -> dict:
 
 def counter_problems(results: list[Result], moved: PrefixCounters, concurrency: int) -> list[str]:
     """Say where the server's counters and the answers' own usage contradict each other."""
-    if moved.queries_tokens < 0 or moved.hits_tokens < 0:
+    if min(moved.queries_tokens, moved.hits_tokens, moved.external_tokens) < 0:
         return ["the server's counters went backwards: it restarted during the run"]
     problems = [
-        f"request {i} ({r.request.kind}): usage says {r.cached_tokens} cached tokens, the counters "
-        f"say {r.counter_cached_tokens}: other traffic reaches this server"
+        f"request {i} ({r.request.kind}): {_contradiction(r)}"
         for i, r in enumerate(results)
         if r.error is None and r.request.alone and r.cached_tokens != r.counter_cached_tokens
     ]
@@ -57,6 +56,23 @@ def counter_problems(results: list[Result], moved: PrefixCounters, concurrency: 
             "other traffic reaches this server"
         )
     return problems
+
+
+def _contradiction(result: Result) -> str:
+    cached, counted, external = (
+        result.cached_tokens,
+        result.counter_cached_tokens,
+        result.external_tokens,
+    )
+    if external is None or cached is None:
+        return (
+            f"usage says {cached} cached tokens, the counters say {counted}: "
+            "other traffic reaches this server"
+        )
+    return (
+        f"usage says {cached + external} cached tokens, the counters say {counted} on the device "
+        f"and {external} from the tier: other traffic reaches this server, or a load failed"
+    )
 
 
 async def press(
@@ -113,8 +129,17 @@ def _compare(report: Report, results: list[Result], moved: PrefixCounters, state
     moved: its counters, less what they were before. state: its policy's.
     """
     report["counters"] = counters(moved)
+    if moved.external_tokens > 0:
+        report["tier"] = tier(results, moved)
     report["policy"] = state
     report["problems"] = counter_problems(results, moved, report["settings"]["concurrency"])
+    shape = report["settings"]["shape"]
+    if "tier" in report and shape != "pressure" and report["tier"]["unassigned_tokens"]:
+        report["problems"].append(
+            f"a tier served {report['tier']['unassigned_tokens']} tokens of requests side by side, "
+            "and usage does not say of which: for --shape "
+            f"{shape} run the server without its KV connector, or take --shape pressure"
+        )
     if state["mode"] != report["mode"]:
         report["problems"].append("the server's mode changed during the run")
     if len(results) < report["requests"]["planned"] and not report["failures"]:

@@ -43,13 +43,18 @@ class Request:
 
 @dataclass
 class Result:
-    """What came of one request; `error` is None when it was answered completely."""
+    """What came of one request; `error` is None when it was answered completely.
+
+    external_tokens: those that a KV connector's tier served, where counters were read around the
+    request and moved; `cached_tokens` is then what the device alone served.
+    """
 
     request: Request
     ttft_ms: float | None = None
     total_ms: float | None = None
     cached_tokens: int | None = None
     counter_cached_tokens: int | None = None
+    external_tokens: int | None = None
     text: str = ""
     error: str | None = None
 

@@ -35,6 +35,7 @@ class Replay(TypedDict):
     repetition: int | None
     flood_requests: int
     cached_tokens: int | None
+    external_tokens: NotRequired[int]  # served by a tier beside them; left out without one
     ttft_ms: float | None
 
 
@@ -55,7 +56,10 @@ class RequestCounts(TypedDict):
 
 
 class Tokens(TypedDict):
-    """The prompt tokens of a kind's answered requests, and those of them found in the cache."""
+    """The prompt tokens of a kind's answered requests, and those of them found in the cache.
+
+    Of requests that were not sent alone, what a tier served is among the cached ones.
+    """
 
     prompt: int
     cached: int
@@ -69,6 +73,7 @@ class Answer(TypedDict):
     repetition: int | None
     ttft_ms: float | None
     cached_tokens: int | None
+    external_tokens: NotRequired[int]
     text: str
     error: str | None
 
@@ -79,6 +84,18 @@ class Counters(TypedDict):
     queries_tokens: int
     hits_tokens: int
     hit_ratio: float | None
+
+
+class Tier(TypedDict):
+    """Prompt tokens that a KV connector's tier served instead of the device.
+
+    unassigned_tokens: those of requests that were not sent alone, so that nobody can tell of which;
+    unassigned_prompt_tokens: all prompt tokens of such requests.
+    """
+
+    external_tokens: int
+    unassigned_tokens: int
+    unassigned_prompt_tokens: int
 
 
 class Summary(TypedDict):
@@ -111,6 +128,7 @@ class Report(Summary):
     results: list[Answer]
     problems: list[str]
     counters: NotRequired[Counters]  # left out when the server was gone after the run
+    tier: NotRequired[Tier]  # left out when none served anything
 
 
 def percentiles(samples_ms: list[float]) -> Percentiles:
@@ -149,18 +167,7 @@ def summarize(results: list[Result], planned: int) -> Summary:
 
 def answers(results: Iterable[Result]) -> list[Answer]:
     """Return every result as the report keeps it."""
-    return [
-        {
-            "kind": r.request.kind,
-            "key": r.request.tag.get("key") or r.request.tag["shares"],
-            "repetition": r.request.tag.get("repetition"),
-            "ttft_ms": _rounded(r.ttft_ms),
-            "cached_tokens": r.cached_tokens,
-            "text": r.text,
-            "error": r.error,
-        }
-        for r in results
-    ]
+    return [_answer(r) for r in results]
 
 
 def counters(moved: PrefixCounters) -> Counters:
@@ -173,14 +180,43 @@ def counters(moved: PrefixCounters) -> Counters:
     }
 
 
-def _replay(result: Result) -> Replay:
+def tier(results: list[Result], moved: PrefixCounters) -> Tier:
+    """Return what a tier served in a run, and how much of it no single request accounts for."""
+    others = [r for r in results if not r.request.alone]
+    assigned = sum(r.external_tokens or 0 for r in results)
     return {
+        "external_tokens": moved.external_tokens,
+        "unassigned_tokens": moved.external_tokens - assigned,
+        "unassigned_prompt_tokens": sum(len(r.request.prompt) for r in others if r.error is None),
+    }
+
+
+def _answer(result: Result) -> Answer:
+    answer: Answer = {
+        "kind": result.request.kind,
+        "key": result.request.tag.get("key") or result.request.tag["shares"],
+        "repetition": result.request.tag.get("repetition"),
+        "ttft_ms": _rounded(result.ttft_ms),
+        "cached_tokens": result.cached_tokens,
+        "text": result.text,
+        "error": result.error,
+    }
+    if result.external_tokens is not None:
+        answer["external_tokens"] = result.external_tokens
+    return answer
+
+
+def _replay(result: Result) -> Replay:
+    replay: Replay = {
         "kind": result.request.kind,
         "repetition": result.request.tag.get("repetition"),
         "flood_requests": result.request.tag["flood_requests"],
         "cached_tokens": result.cached_tokens,
         "ttft_ms": _rounded(result.ttft_ms),
     }
+    if result.external_tokens is not None:
+        replay["external_tokens"] = result.external_tokens
+    return replay
 
 
 def _failures(results: Iterable[Result]) -> list[Failure]:

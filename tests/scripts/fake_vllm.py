@@ -49,12 +49,33 @@ class Cache:
         return found * BLOCK
 
 
+class Tier:
+    """A tier that keeps all it saw; like vLLM it leaves a prompt's last token to be computed."""
+
+    def __init__(self, options):
+        self.on, self.seen, self.hit_tokens = options.tier, set(), 0
+        self.lock = threading.Lock()
+
+    def lookup(self, prompt, device_tokens):
+        """Return the tokens that it serves of a prompt beyond those of the device."""
+        chains = [tuple(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+        with self.lock:
+            known = 0
+            while known < len(chains) and chains[known] in self.seen:
+                known += 1
+            self.seen.update(chains)
+            found = max(0, min(known * BLOCK, len(prompt) - 1) - device_tokens) if self.on else 0
+            self.hit_tokens += found
+        return found
+
+
 class Fake(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, options):
         super().__init__(("127.0.0.1", options.port), Handler)
         self.options, self.cache, self.served = options, Cache(options), 0
+        self.tier = Tier(options)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -89,8 +110,15 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             labels = '{engine="0",model_name="fake"}'
             extra = options.foreign_tokens * self.server.served
+            source = labels.replace("}", ',source="device"}')
+            tier = (
+                "# TYPE vllm:external_prefix_cache_hits counter\n"
+                f"vllm:external_prefix_cache_hits_total{labels} {self.server.tier.hit_tokens}.0\n"
+                "# TYPE vllm:prompt_tokens_cached_by_source counter\n"
+                f"vllm:prompt_tokens_cached_by_source_total{source} {cache.hit_tokens}.0\n"
+            )
             self.answer(
-                "# TYPE vllm:prefix_cache_queries counter\n"
+                (tier if options.tier else "") + "# TYPE vllm:prefix_cache_queries counter\n"
                 f"vllm:prefix_cache_queries_total{labels} {cache.queried_tokens + extra}.0\n"
                 "# TYPE vllm:prefix_cache_hits counter\n"
                 f"vllm:prefix_cache_hits_total{labels} {cache.hit_tokens}.0\n",
@@ -127,6 +155,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "engine dead"}, status=500)
             return
         cached = self.server.cache.lookup(body["prompt"])
+        cached += self.server.tier.lookup(body["prompt"], cached)
         time.sleep(options.delay_s + options.token_s * (len(body["prompt"]) - cached))
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
         if not options.no_usage_details:
@@ -154,6 +183,7 @@ def parse(argv=None):
     parser.add_argument("--foreign-tokens", type=int, default=0, help="counted beside each request")
     parser.add_argument("--no-counters", action="store_true")
     parser.add_argument("--no-usage-details", action="store_true")
+    parser.add_argument("--tier", action="store_true", help="a KV tier beside the device")
     parser.add_argument("--text-suffix", default="")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--token-s", type=float, default=0.0, help="per token not in the cache")

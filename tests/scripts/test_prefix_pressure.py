@@ -46,6 +46,53 @@ def test_counters_stand_in_for_usage_without_details(fake, press):
     assert json.loads(done.stdout)["post_flood_cached_tokens"] == 304
 
 
+@pytest.mark.parametrize("mode", ["lru", "active"])
+def test_what_a_tier_serves_is_not_what_the_device_kept(fake, press, mode):
+    """The tier has all 319 tokens that can be cached; what of them the device keeps is judged."""
+    kept = {"lru": 0, "active": 304}[mode]
+    with fake("--mode", mode, "--tier") as server:
+        done = press(server, "--repetitions", 2)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert report["warm_prefix_cached_tokens"] == 304
+    assert report["post_flood_cached_tokens"] == kept
+    assert [r["external_tokens"] for r in report["replays"]] == [319 - kept] * 2
+    assert report["tier"]["external_tokens"] == 2 * 15 + 2 * (319 - kept)
+    assert report["tier"]["unassigned_tokens"] == 0
+
+
+def test_without_a_tier_the_report_has_nothing_of_it(fake, press):
+    with fake("--mode", "active") as server:
+        done = press(server)
+    assert "tier" not in json.loads(done.stdout)
+    assert "external" not in done.stdout
+
+
+def test_one_use_prompts_that_the_tier_has_from_before_are_told(fake, press):
+    with fake("--mode", "lru", "--tier") as server:
+        first, second = (json.loads(press(server).stdout)["tier"] for _ in range(2))
+    assert first["unassigned_tokens"] == 0
+    # Two of the ramp and four of the flood, each but for its last token or what the device had.
+    assert second["unassigned_prompt_tokens"] == 6 * 640
+    assert second["unassigned_tokens"] > 0.9 * second["unassigned_prompt_tokens"]
+
+
+def test_other_traffic_is_noticed_beside_a_tier(fake, press):
+    with fake("--foreign-tokens", 16, "--tier") as server:
+        done = press(server)
+    assert done.returncode == 2
+    assert "other traffic" in done.stderr
+
+
+def test_shapes_that_run_side_by_side_are_not_judged_beside_a_tier(fake, press):
+    with fake("--blocks", 128, "--tier") as server:
+        done = press(server, "--shape", "zipf", "--max-requests", 30, "--concurrency", 3)
+    assert done.returncode == 2
+    assert "run the server without its KV connector, or take --shape pressure" in done.stderr
+    assert json.loads(done.stdout)["tier"]["unassigned_tokens"] > 0
+
+
 def test_a_failed_request_is_in_the_json_and_in_the_exit_code(fake, press):
     with fake("--fail-at", 5) as server:
         done = press(server)

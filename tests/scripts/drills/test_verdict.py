@@ -312,3 +312,34 @@ def test_a_kind_that_a_stream_has_in_its_first_parts_only_is_no_fault():
     (check,) = [check for check in verdict.checks if check["name"] == "ttft_hot_replay"]
     assert check["status"] == "pass"
     assert "not judged: 2 pairs" in check["detail"]
+
+
+def with_tier(visits, unassigned):
+    for visit, tokens in zip(visits, unassigned, strict=True):
+        visit.report["tier"] = {
+            "external_tokens": 1000 + tokens,
+            "unassigned_tokens": tokens,
+            "unassigned_prompt_tokens": 6000,
+        }
+    return visits
+
+
+@pytest.mark.parametrize("unassigned", [(0, 0, 0), (5900, 6000, 5950)])
+def test_a_tier_that_serves_one_use_prompts_alike_is_told_beside_the_verdict(unassigned):
+    verdict = judge(with_tier(good_canary(), unassigned), Limits())
+    assert verdict.outcome == ACCEPT
+    (told,) = [c["detail"] for c in verdict.checks if c["name"] == "tier"]
+    candidate = 1000 + unassigned[1]
+    assert f"served {2000 + unassigned[0] + unassigned[2]} tokens in lru and {candidate}" in told
+
+
+def test_one_use_prompts_that_only_later_visits_load_leave_it_open():
+    visits = with_tier(good_canary(), (0, 6000, 6000))
+    assert outcome(visits) == (INCONCLUSIVE, ["tier"])
+    (told,) = judge(visits, Limits()).reasons
+    assert "0% to 100%" in told
+    assert "empty the tier before each visit" in told
+
+
+def test_without_a_tier_it_is_no_question():
+    assert "tier" not in [c["name"] for c in judge(good_canary(), Limits()).checks]
