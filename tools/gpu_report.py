@@ -17,6 +17,7 @@ from lab.files import replace_file, replace_section
 from page.sections import controls, cost, dp2, dp2gpu, drill, long, trace
 from page.stats import NoEvidence, fallbacks, load
 from page.text import table
+from page.tiers import tiers
 from page.ttft import headline, ttft
 
 REPO = Path(__file__).resolve().parents[1]
@@ -79,6 +80,7 @@ SECTIONS = (
     ("long", "6. Long prefix", long),
     ("dp2", "7. Two engines", dp2),
     ("dp2gpu", "7. Two engines on two GPUs", dp2gpu),
+    ("tiers", "8. I offload to CPU already: do I need this?", tiers),
 )
 
 

@@ -74,10 +74,11 @@ def series_names(url: str) -> set[str]:
 
     Raises MetricsError when it cannot be read or is no Prometheus text, WorkloadError as fetch.
     """
+    text = fetch(url)
     try:
-        return set(_samples(fetch(url)))
-    except ValueError as error:
-        raise MetricsError(f"{url}: not Prometheus text ({error})") from error
+        return set(_samples(text))
+    except MetricsError as error:
+        raise MetricsError(f"{url}: {error}") from error
 
 
 def prefix_counters(text: str) -> PrefixCounters:

@@ -168,7 +168,7 @@ def test_what_cannot_be_read_is_told_and_not_judged(check, script):
     assert len(done.stderr.splitlines()) == 1
     garbage = check("plain", vllm="<html>no metrics</html>\n")
     assert garbage.returncode == 2
-    assert "/vllm: not Prometheus text" in garbage.stderr
+    assert "/vllm: no metrics came but <html>no metrics</html>" in garbage.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,7 @@ from serving.metrics import fetch
 from serving.requests import Prompts, Request
 
 # Which series there are depends on the connector, so an absent one is left out and not made 0.
-SERIES = (
-    "vllm:prompt_tokens_cached",
-    "vllm:external_prefix_cache",
-    "vllm:prefix_cache",
-    "vllm:kv_offload",
-)
+SERIES = ("prompt_tokens_cached", "external_prefix_cache", "prefix_cache", "kv_offload")
 
 
 def tier_counters(text: str) -> dict[str, float]:
@@ -31,7 +26,7 @@ def tier_counters(text: str) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        if family.type != "counter" or not family.name.startswith(SERIES):
+        if family.type != "counter" or not family.name.removeprefix("vllm:").startswith(SERIES):
             continue
         for sample in family.samples:
             labels = [sample.labels[k] for k in ("source", "transfer_type") if k in sample.labels]
