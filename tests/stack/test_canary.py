@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The canary on a real stack: verdicts, kills, signals, and an engine that goes away meanwhile.
 
-A start of vLLM takes most of a minute, so each test leaves what the next begins with: they run in
-this order, on one project.
+The plain ACCEPT is test_guide.py's. A start of vLLM takes most of a minute, so each test leaves what
+the next begins with: they run in this order, on one project.
 """
 
 import signal
@@ -26,21 +26,6 @@ def site(new_project, tmp_path_factory):
 
 def checks(record):
     return {check["name"]: check["status"] for check in record["checks"]}
-
-
-def test_accept_leaves_lru_and_the_very_same_env_file(site):
-    with site.canary() as canary:
-        assert canary.end() == 0, canary.text()
-    record = canary.record()
-    assert record["outcome"] == "ACCEPT"
-    assert [(p["phase"], p["mode"], p["hot_prefix"]) for p in record["phases"]] == [
-        ("baseline", "lru", "lost"),
-        ("candidate", "active", "kept"),
-        ("rollback", "lru", "lost"),
-    ]
-    port = site.project.settings["API_PORT"]
-    assert {v["report"]["base_url"] for v in record["visits"]} == {f"http://127.0.0.1:{port}"}
-    assert site.is_left_in_lru()
 
 
 def test_kill_9_in_the_baseline(site):

@@ -6,6 +6,7 @@ go on from each other, on one project. Other tests' containers of the same image
 from being removed, so this runs before those that share a stack.
 """
 
+import json
 import socket
 import time
 
@@ -46,7 +47,7 @@ class Guide:
         self.project, self.output = project, ""
         self.failed: str | None = None
         self.containers: dict[str, str] = {}
-        self.grafana_state, self.stopped_at = "", 0.0
+        self.grafana_state, self.stopped_at, self.env = "", 0.0, b""
         # A checkout as a user has it: no .env yet, but a commit and a .venv.
         project.env_file.unlink()
         (project.folder / ".venv").symlink_to(REPO / ".venv")
@@ -91,6 +92,11 @@ class Guide:
     def closed_ports(self) -> set[str]:
         names = {"API_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT"}
         return {name for name in names if not listens(int(self.project.settings[name]))}
+
+    def is_scraped_now(self) -> bool:
+        """As scraped_before_the_stop, of now: vLLM was made anew and may not be scraped yet."""
+        self.stopped_at = time.time()
+        return self.scraped_before_the_stop()
 
     def scraped_before_the_stop(self) -> bool:
         """Return whether Prometheus has what it scraped before the stack was stopped."""
@@ -168,9 +174,20 @@ def guarded(guide):
 
 
 def ends_in_lru(guide):
+    """And what its record says of a canary that was accepted."""
     assert "ACCEPT" in guide.output
+    assert guide.project.env_file.read_bytes() == guide.env
     assert guide.setting(MODE) == "lru"
     is_up(guide)
+    record = json.loads((guide.project.folder / "out" / "canary.json").read_text())
+    assert record["outcome"] == "ACCEPT"
+    assert [(p["phase"], p["mode"], p["hot_prefix"]) for p in record["phases"]] == [
+        ("baseline", "lru", "lost"),
+        ("candidate", "active", "kept"),
+        ("rollback", "lru", "lost"),
+    ]
+    published = guide.project.url("API_PORT")
+    assert {visit["report"]["base_url"] for visit in record["visits"]} == {published}
 
 
 def promoted(guide):
@@ -186,8 +203,7 @@ def rolled_back(guide):
     guide.containers = guide.ids()
     state = ("exec", guide.containers["grafana"], "cat", "/var/lib/grafana/state")
     guide.grafana_state = guide.docker(*state).stdout
-    guide.stopped_at = time.time()
-    wait_for("a scrape that can be found again", guide.scraped_before_the_stop, 60)
+    wait_for("a scrape that can be found again", guide.is_scraped_now, 60)
 
 
 def stopped(guide):
@@ -269,6 +285,8 @@ def test_block(guide, name):
     if name == "First start 1":
         path = guide.project.folder / ".env.example"
         path.write_text(path.read_text() + FILES)
+    if name == "Canary, promote, roll back 1":
+        guide.env = guide.project.env_file.read_bytes()
     text = PAGE[name]
     for words, instead in COMMANDS.items():
         text = text.replace(words, instead)
