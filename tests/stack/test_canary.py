@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The canary on a real stack: verdicts, kills, signals, and an engine that goes away meanwhile.
 
-The plain ACCEPT is test_guide.py's. A start of vLLM takes most of a minute, so each test leaves what
-the next begins with: they run in this order, on one project.
+The plain ACCEPT is test_guide.py's. A start of vLLM takes most of a minute, so each test leaves
+what the next begins with: they run in this order, on one project.
 """
 
 import signal
