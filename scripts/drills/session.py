@@ -148,11 +148,12 @@ class Session:
         mode, left = "active", "promoted: the stack runs with COMPUTECACHE_MODE=active"
         try:
             if promoting:
-                self.state.save(phase="promotion", mode="active")
-                self.target.promote()
+                with signals_as_interruption():  # what it began can be taken back
+                    self.state.save(phase="promotion", mode="active")
+                    self.target.promote()
             else:
                 mode, left = "lru", self.target.leave_in_lru()
-        except (TargetError, EnvFileError, RecordError) as error:
+        except (TargetError, EnvFileError, RecordError, Interrupted) as error:
             mode, left = self._restore_after(error, verdict, promoting)
         say(left)
         self.left = True
@@ -165,11 +166,14 @@ class Session:
         }
 
     def _restore_after(
-        self, error: Exception, verdict: Verdict, promoting: bool
+        self, error: BaseException, verdict: Verdict, promoting: bool
     ) -> tuple[str, str]:
         """Go back to lru after a failed promotion, or say that lru could not be restored."""
         if promoting:
-            verdict.add("promote", FAIL, f"the promotion failed: {error}")
+            if isinstance(error, Interrupted):
+                verdict.add("interrupted", UNKNOWN, f"interrupted by {error} in phase promotion")
+            else:
+                verdict.add("promote", FAIL, f"the promotion failed: {error}")
             try:
                 return "lru", self.target.leave_in_lru()
             except (TargetError, EnvFileError) as second:

@@ -73,7 +73,7 @@ class Fake(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, options):
-        super().__init__(("127.0.0.1", options.port), Handler)
+        super().__init__((options.host, options.port), Handler)
         self.options, self.cache, self.served = options, Cache(options), 0
         self.tier = Tier(options)
 
@@ -171,6 +171,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def parse(argv=None):
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--mode", default="lru", help="unpatched: no policy endpoint")
     parser.add_argument("--report-mode", help="claim another mode than the one in force")

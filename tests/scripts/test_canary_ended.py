@@ -45,6 +45,22 @@ def test_interrupted_in_any_phase_lru_is_restored_and_the_record_says_so(stack, 
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_in_the_promotion_it_is_taken_back(stack, number):
+    stack.fake_options(KEY)
+    process = stack.start("--promote")
+    stack.wait_for_phase(process, "promotion")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert stack.ups()[-1] == "up lru"
+    assert stack.env_file.read_bytes() == stack.before
+    canary = stack.record()
+    assert canary["outcome"] == "INCONCLUSIVE"
+    assert canary["reasons"] == [f"interrupted by {number.name} in phase promotion"]
+    assert canary["final_mode"] == "lru"
+
+
 def test_after_kill_9_the_next_canary_cleans_up_first(stack):
     kill_9(stack, "candidate", "active")
     assert stack.env_file.read_bytes() == stack.before, "any `up` goes back by itself"

@@ -93,9 +93,9 @@ def engine_mode(project: Project) -> str:
 class CanaryProject:
     """A project whose `.env` names the files of the stack without a GPU, and canaries on it."""
 
-    def __init__(self, project: Project, elsewhere: Path) -> None:
+    def __init__(self, project: Project, elsewhere: Path, override: str = QUICK) -> None:
         self.project, self._elsewhere, self._runs = project, elsewhere, 0
-        (project.folder / "compose.quick.yaml").write_text(QUICK)
+        (project.folder / "compose.quick.yaml").write_text(override)
         files = [*CPU[1::2], "compose.quick.yaml"]
         project.settings |= {"COMPOSE_FILE": os.pathsep.join(files)}
         project.settings |= {"NUM_GPU_BLOCKS": "64", "BLOCK_SIZE": "32", MODE: "lru"}
