@@ -100,6 +100,8 @@ class Stack:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Tests that were started under nohup have inherited that HUP is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def run(self, *arguments, **env):

@@ -107,6 +107,7 @@ def test_a_terminal_that_is_lost_does_not_end_the_way_back(tmp_path):
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     os.close(theirs)
     wait_for(begun, process)
