@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable
 from typing import NotRequired, TypedDict
 
+from serving.command import run_command
 from serving.files import REPO
 from serving.metrics import MetricsError, series_names
 from serving.requests import WorkloadError
@@ -111,4 +112,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -37,6 +37,7 @@ from evidence.parts.ttft import ttft
 from evidence.store import Store
 from servers.fleet import Fleet
 from servers.tiny_model import make_model
+from serving.command import run_command
 from serving.console import now, progress
 from serving.files import REPO
 from serving.traces import trace_file
@@ -206,4 +207,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, result="in --out"))

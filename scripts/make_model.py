@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tiny model of servers/tiny_model.py to a folder.
 
-One JSON line on stdout says where the model is; exit 0, or 2 for bad usage."""
+One JSON line on stdout says where the model is; exit 0, or 2 where it cannot be
+written."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/model"), help="folder to write")
     options = parser.parse_args(argv)
-    print(json.dumps({"model": str(make_model(options.out))}))
+    try:
+        model = make_model(options.out)
+    except OSError as error:
+        say = f"--out {options.out} cannot be written ({error.strerror}): name another folder"
+        print(f"make_model: {say}", file=sys.stderr)
+        return 2
+    print(json.dumps({"model": str(model)}))
     return 0
 
 

@@ -13,10 +13,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from random import Random
 
 from lab.files import replace_file
+from lab.options import file_to_write
 
 BLOCK_SIZE = 16  # tokens, vLLM's default on a GPU
 REQUESTS = 4000
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="default 4000")
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens (default 16)")
-    parser.add_argument("--out", type=Path, required=True, help=".jsonl or .jsonl.gz")
+    parser.add_argument("--out", type=file_to_write, required=True, help=".jsonl or .jsonl.gz")
     arguments = parser.parse_args(argv)
     for name in ("requests", "block_size"):
         if (value := getattr(arguments, name)) < 1:

@@ -17,7 +17,13 @@ from rich.console import Console
 
 from lab.cells import MODES, Cell, run_cells
 from lab.files import replace_file
-from lab.options import add_common_arguments, check_common_arguments, list_of, names_of
+from lab.options import (
+    add_common_arguments,
+    check_common_arguments,
+    file_to_write,
+    list_of,
+    names_of,
+)
 from lab.pool import quiet_vllm, try_policy
 from lab.replay_report import chart_of, table_of
 from lab.traces import TraceError, half_of, read_trace
@@ -38,8 +44,10 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hash-seed", type=int, default=0, help="of the block hashes: chooses the policy's sample"
     )
-    parser.add_argument("--json", type=Path, help="write the cells to this file, too")
-    parser.add_argument("--plot", type=Path, help="draw hit ratio over capacity to this .svg")
+    parser.add_argument("--json", type=file_to_write, help="write the cells to this file, too")
+    parser.add_argument(
+        "--plot", type=file_to_write, help="draw hit ratio over capacity to this .svg"
+    )
     add_common_arguments(parser)
     return check_common_arguments(parser, parser.parse_args(argv))
 

@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 
 from drills.bootstrap import CONFIDENCE_PERCENT
 from drills.visit import Visit
+from serving.console import of_few
 from serving.summary import Report
 
 Status = Literal["pass", "fail", "unknown"]
@@ -241,7 +242,9 @@ def ttft(kind: str, numbers: dict, limits: Limits, hot: bool) -> Check:
     """
     p95 = numbers["p95"]
     low, high = p95["ratio_interval"]
-    text = f"{JUDGED_KINDS[kind]} TTFT p95: candidate {p95['candidate_ms']:.1f} ms"
+    count = numbers["samples"]["candidate"]
+    few_of = f" (of {count} requests: near the slowest)" if of_few(count) else ""
+    text = f"{JUDGED_KINDS[kind]} TTFT p95{few_of}: candidate {p95['candidate_ms']:.1f} ms"
     name = f"ttft_{kind}"
     if limits.ttft_p95_budget_ms is not None:
         status = PASS if p95["candidate_ms"] <= limits.ttft_p95_budget_ms else FAIL

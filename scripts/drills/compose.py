@@ -23,7 +23,8 @@ from drills.env_file import setting_line, with_setting_line
 from drills.signals import SIGNALS
 from drills.targets import Save, Site, Target, TargetError
 from drills.visit import Identity, Mode, Role
-from serving.console import say
+from servers.start_log import cause
+from serving.console import now, say
 from serving.files import replace_file
 from serving.metrics import compose_fetch, policy_state
 
@@ -171,11 +172,12 @@ class ComposeTarget(Target):
         # Recreated even when nothing changed: every visit starts with an empty cache.
         wait = ("--wait", "--wait-timeout", str(self._ready_timeout_s))
         command = ("up", "-d", "--force-recreate", *wait, SERVICE)
+        began = now()
         try:
             self._docker(*command, settings=settings)
         except TargetError as error:
             if self._engine_answers():
-                raise
+                raise TargetError(f"{self._cause(began)}{error}") from None
             say(f"the Docker engine does not answer: waiting {ENGINE_S} s for it to come back")
             deadline = time.monotonic() + ENGINE_S
             while not self._engine_answers():
@@ -185,6 +187,12 @@ class ComposeTarget(Target):
                     ) from None
                 time.sleep(0.5)
             self._docker(*command, settings=settings)
+
+    def _cause(self, since: str) -> str:
+        """Return vLLM's own reason why it did not start since a time, "" where its log has none."""
+        log = ("logs", "--no-log-prefix", "--no-color", "--since", since, SERVICE)
+        found = cause(self._docker(*log, check=False))
+        return f"{SERVICE} did not start: {found}; " if found else ""
 
     def _engine_answers(self) -> bool:
         ask = ("docker", "version", "--format", "{{.Server.Version}}")

@@ -118,6 +118,12 @@ def main(arguments):
         assert rest == ["--stop", "--force", "vllm"], rest
         (folder / "conflict").unlink(missing_ok=True)
         return 0
+    if action == "logs":
+        assert rest[:3] == ["--no-log-prefix", "--no-color", "--since"], rest
+        assert rest[4:] == ["vllm"], rest
+        if (log := folder / "server_log").exists():
+            print(log.read_text())
+        return 0
     if action == "images":
         print("sha256:feed")
         return 0

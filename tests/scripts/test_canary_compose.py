@@ -48,6 +48,19 @@ def test_a_failed_promotion_goes_back_to_lru(stack):
     assert stack.env_file.read_bytes() == stack.before
 
 
+def test_a_server_that_does_not_start_says_vllms_own_reason_first(stack):
+    (stack.folder / "broken_at").write_text("1")
+    (stack.folder / "server_log").write_text(
+        "(EngineCore pid=7) ERROR 12-01 05:12:46 [core.py:900] Traceback (most recent call last):\n"
+        '(EngineCore pid=7) ERROR 12-01 05:12:46 [core.py:900]   File "core.py", line 7\n'
+        "(EngineCore pid=7) ERROR 12-01 05:12:46 [core.py:900] ValueError: no room for a request\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert stack.run() == 2, stack.output
+    assert "  vllm did not start: ValueError: no room for a request; `docker" in stack.output
+    assert "container vllm is unhealthy" in stack.output
+
+
 def test_promote_after_reject_leaves_lru(stack):
     stack.fake_options("--fail-at 40", "active")
     assert stack.run("--promote") == 1, stack.output

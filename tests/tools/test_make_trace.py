@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import gzip
 import json
+import os
 
 import pytest
 
@@ -103,7 +104,24 @@ def test_bad_option_names_itself_and_writes_nothing(option, value, tmp_path, cap
     assert not out.exists()
 
 
-def test_unwritable_out_is_reported(tmp_path, capsys):
-    out = tmp_path / "absent" / "made.jsonl"
-    assert make_trace.main(["chat", "--requests", "5", "--out", str(out)]) == 2
-    assert str(out) in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("absent/made.jsonl", "there is no folder"),
+        (".", "is a folder"),
+        ("closed/made.jsonl", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_work(
+    place, fault, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "closed").mkdir()
+    may = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed" and may(path, mode))
+    monkeypatch.setattr(make_trace, "make_trace", None)
+    with pytest.raises(SystemExit) as stopped:
+        make_trace.main(["chat", "--out", str(tmp_path / place)])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert f"--out: {tmp_path / place}" in message
+    assert fault in message

@@ -271,6 +271,8 @@ def test_command_names_the_bad_line_and_writes_nothing(trace_file, tmp_path, cap
         ("--concurrency", "0"),
         ("--workers", "-1"),
         ("--policy", "absent.py"),
+        ("--json", "absent/cells.json"),
+        ("--plot", "absent/chart.svg"),
     ],
 )
 def test_bad_option_names_itself(option, value, trace_file, capsys):

@@ -3,6 +3,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def list_of(kind: Callable[[str], float], least: float) -> Callable[[str], list]
         return values
 
     return parse
+
+
+def file_to_write(text: str) -> Path:
+    """An argparse type: a file in a folder that can be written, known before the work and not after
+    hours of it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}: make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: the folder {path.parent} cannot be written")
+    return path
 
 
 def names_of(choices: Sequence[str]) -> Callable[[str], list[str]]:

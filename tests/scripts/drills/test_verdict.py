@@ -80,6 +80,8 @@ def test_keeping_what_lru_loses_is_accepted_with_its_numbers():
     assert hot["samples"] == {"baseline": 12, "candidate": 6}
     assert hot["p95"]["ratio"] < 0.5
     assert any("+608" in reason for reason in verdict.reasons)
+    few = "hot replay TTFT p95 (of 6 requests: near the slowest): candidate"
+    assert any(reason.startswith(few) for reason in verdict.reasons)
 
 
 def test_a_rollback_with_prompts_of_its_own_is_not_paired():

@@ -159,6 +159,17 @@ def test_a_python_without_the_packages_is_2_and_told_which(name):
     assert "Traceback" not in done.stderr
 
 
+# Alone in their images: they import nothing of serving/.
+APART = {"check_env.py", "make_model.py"}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sorted(SCRIPTS.glob("*.py")) if p.name not in APART], ids=lambda p: p.name
+)
+def test_every_command_ends_through_the_one_last_handler(path):
+    assert "\n    sys.exit(run_command(main" in path.read_text()
+
+
 def wait_for(file, process):
     while not file.exists():
         assert process.poll() is None
