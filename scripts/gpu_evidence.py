@@ -4,9 +4,9 @@
 Parts, in the order in which they run: smoke starts an lru server of the middle and of the large
 model, drill, long, ttft, cost, controls, trace; prestart leaves the large model's servers starting
 for the next call; dp2 needs no GPU and dp2gpu two of them; tiers adds CPU tiers to the large
-model's servers. Each part writes <part>.json after every cell, to --out and to --state, and goes on
-from there when it is called again. docs/gpu.md says how to run it; tools/gpu_report.py turns the
-files into docs/results.md.
+model's servers; agents gives them a pool that is a share of a trace's blocks. Each part writes
+<part>.json after every cell, to --out and to --state, and goes on from there when it is called
+again. docs/gpu.md says how to run it; tools/gpu_report.py turns the files into docs/results.md.
 
 Exit 0: every part has all its cells. 1: a cell or a server failed (the JSON says which). 2: it
 could not run, or the time was too short for all cells.
@@ -26,6 +26,7 @@ from pathlib import Path
 from evidence import plan
 from evidence.bench import Bench, Full
 from evidence.machine import machine, policy_sha256, prepare
+from evidence.parts.agents import agents
 from evidence.parts.controls import controls
 from evidence.parts.cost import cost
 from evidence.parts.engines import dp2, dp2gpu
@@ -44,7 +45,9 @@ from serving.traces import trace_file
 
 PARTS = {
     part.__name__: part
-    for part in (smoke, drill, long, ttft, cost, controls, trace, prestart, dp2, dp2gpu, tiers)
+    for part in (
+        *(smoke, drill, long, ttft, cost, controls, trace, prestart, dp2, dp2gpu, tiers, agents),
+    )
 }
 DEFAULT_PARTS = "smoke,drill,long,ttft,cost,controls,trace"
 STOPPING_S = 12.0
@@ -78,7 +81,9 @@ def build(options: argparse.Namespace, sizes: plan.Sizes) -> tuple[Fleet, Path]:
         small = options.model
         large = plan.make_large_model(small, state / "model-8b")
         env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    specs = plan.specs(sizes, small, large, options.on_cpu)
+    taken = plan.agents_slice(sizes, options.trace.rows if options.trace else [])
+    pool = plan.agents_pool_blocks(sizes, taken) if taken else 0
+    specs = plan.specs(sizes, small, large, options.on_cpu, pool)
     budget = sizes.budget_gib
     fleet = Fleet(specs, folder, paths, env, budget, options.first_port)
     fleet.adopt()
@@ -172,7 +177,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--parts", default=DEFAULT_PARTS, help=f"comma-separated, of {', '.join(PARTS)}")
     add("--site", type=Path, help="folder that holds vllm/ (default: the one this Python imports)")
     add("--model", type=Path, help="folder with config.json and tokenizer of Qwen3-0.6B")
-    add("--trace", type=trace_file, help="Mooncake-form trace, for the part of that name")
+    add("--trace", type=trace_file, help="Mooncake-form trace, for the parts trace and agents")
     add("--commit", default="unknown", help="what is measured, for the JSON")
     add("--first-port", type=int, default=8200)
     add("--keep", action="store_true", help="leave the servers running for the next call")
@@ -190,8 +195,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
             parser.error("--model is missing: name a folder with Qwen3-0.6B's config and tokenizer")
         if not (options.model / "config.json").is_file():
             parser.error(f"--model {options.model}: there is no config.json")
-    if options.trace is None and "trace" in parts:
-        parser.error("--trace is missing: name a trace, or leave `trace` out of --parts")
+    for name in ("trace", "agents"):
+        if options.trace is None and name in parts:
+            parser.error(f"--trace is missing: name a trace, or leave `{name}` out of --parts")
     options.out = options.out.resolve()
     return options, parts
 

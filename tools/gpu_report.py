@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lab.files import replace_file, replace_section
-from page.sections import controls, cost, dp2, dp2gpu, drill, long, trace
+from page.sections import agents, controls, cost, dp2, dp2gpu, drill, long, trace
 from page.stats import NoEvidence, fallbacks, load
 from page.text import table
 from page.tiers import tiers
@@ -81,6 +81,7 @@ SECTIONS = (
     ("dp2", "7. Two engines", dp2),
     ("dp2gpu", "7. Two engines on two GPUs", dp2gpu),
     ("tiers", "8. I offload to CPU already: do I need this?", tiers),
+    ("agents", "9. A day of agents", agents),
 )
 
 

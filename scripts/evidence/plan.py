@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servers.fleet import EAGER, Spec
+from serving.traces import TraceRow
 
 
 def _connector(extra: dict) -> tuple[str, str]:
@@ -49,7 +50,8 @@ class Sizes:
 
     planned_s: seconds each part may take, start-up of its servers left out.
     floods_per_use: one-use prompts between two uses of the same hot prefix, on average.
-    rates: arrivals, as a share of what the lru server can just serve.
+    rates, agents_load: arrivals, as a share of what the lru server can just serve.
+    agents_share: of the distinct blocks of the first agents_tokens of a trace, those of the pool.
     """
 
     block_size: int = 16
@@ -111,6 +113,13 @@ class Sizes:
     tier_turns: int = 2
     tier_cell_s: float = 8.0
 
+    agents_tokens: int = 3_000_000
+    agents_share: float = 0.08
+    agents_in_flight: int = 8
+    agents_load: float = 0.8
+    agents_cell_s: float = 60.0
+    agents_order: tuple[str, ...] = ("lru", "active64", "active64", "lru")
+
     planned_s: tuple[tuple[str, float], ...] = (
         ("smoke", 240),
         ("drill", 150),
@@ -123,6 +132,7 @@ class Sizes:
         ("dp2", 300),
         ("dp2gpu", 240),
         ("tiers", 350),
+        ("agents", 240),
     )
 
 
@@ -175,6 +185,8 @@ REHEARSAL = Sizes(
     tier_groups=(("offload", ("active64", "lru+offload")),),  # the CPU server has no tier
     tier_rounds=(1, 1),
     tier_turns=1,
+    agents_tokens=40_000,
+    agents_share=0.2,
 )
 
 
@@ -210,8 +222,39 @@ def make_large_model(small: Path, folder: Path) -> Path:
     return folder
 
 
-def specs(sizes: Sizes, small: Path, large: Path, rehearse: bool) -> list[Spec]:
-    """Return every server of the three groups: small and mid pools of 0.6B, and the large model."""
+def agents_slice(sizes: Sizes, rows: list[TraceRow]) -> list[TraceRow]:
+    """Return the first requests of a trace that fit a server and agents_tokens together.
+
+    Each hash id becomes one block of the server, whatever its size was.
+    """
+    left = sizes.agents_tokens // sizes.block_size
+    longest = (sizes.large_max_len - 2) // sizes.block_size  # 2 tokens are generated
+    taken: list[TraceRow] = []
+    for row in rows:
+        if not 0 < len(row.hash_ids) <= longest:
+            continue
+        left -= len(row.hash_ids)
+        if left < 0 and taken:
+            break
+        taken.append(row)
+    return taken
+
+
+def agents_pool_blocks(sizes: Sizes, taken: list[TraceRow]) -> int:
+    """Return the blocks of the part's pool: its share, and never less than one request takes."""
+    distinct = len({number for row in taken for number in row.hash_ids})
+    longest = -(-sizes.large_max_len // sizes.block_size) + 1  # one block is never given out
+    return max(round(sizes.agents_share * distinct), longest)
+
+
+def specs(
+    sizes: Sizes, small: Path, large: Path, rehearse: bool, agents_blocks: int = 0
+) -> list[Spec]:
+    """Return every server: small and mid pools of 0.6B, the large model, its tiers, its agents.
+
+    agents_blocks: the pool of the part `agents`, 0 without a trace.
+    """
+    agents = tuple(dict.fromkeys(sizes.agents_order)) if agents_blocks else ()
     found = []
     for group, names, blocks, model, max_len, more in (
         ("small", sizes.small_names, sizes.small_blocks, small, 1024, ("--max-num-seqs", "16")),
@@ -221,13 +264,14 @@ def specs(sizes: Sizes, small: Path, large: Path, rehearse: bool) -> list[Spec]:
             (group, names, sizes.large_blocks, large, sizes.large_max_len, _LARGE)
             for group, names in sizes.tier_groups
         ),
+        ("agents", agents, agents_blocks, large, sizes.large_max_len, _LARGE),
     ):
         config = json.loads((model / "config.json").read_text())
         for name in names:
             mode, scan_limit = modes(name)
             count = sizes.roomy_blocks if name == "roomy" else blocks
             cache_bytes = count * block_bytes(config, sizes.block_size)
-            timed = group in ("large", *dict(sizes.tier_groups)) or (
+            timed = group in ("large", "agents", *dict(sizes.tier_groups)) or (
                 group == "mid" and name in sizes.mid_timed
             )
             args = ("--max-model-len", str(max_len), "--block-size", str(sizes.block_size), *more)

@@ -188,6 +188,7 @@ def test_engine_reports_the_deployed_mode_and_counts_the_load(observed):
 
     (info,) = vector("vllm:computecache_info")
     assert (info["metric"]["mode"], info["metric"]["engine"]) == ("active", "0")
+    assert info["metric"]["pool"] == "scheduler", "the real Scheduler has told the policy so"
     (in_force,) = vector("vllm:computecache_mode_in_force")
     assert in_force["value"][1] == "1"
     (decisions,) = vector("vllm:computecache_decisions_total")

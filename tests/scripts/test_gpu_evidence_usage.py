@@ -50,6 +50,7 @@ def usage(capsys):
         ("--out o --site site --model absent", "--model absent: there is no config.json"),
         ("--out o --site site --model model", "--trace is missing: name a trace, or leave `trace`"),
         ("--out o --site site --rehearse", "--trace is missing: name a trace, or leave `trace`"),
+        ("--out o --site site --rehearse --parts agents", "or leave `agents` out of --parts"),
         ("--out o --site site --model model --trace bad.jsonl", "bad.jsonl:1: expected an object"),
         ("--out o --site site --model model --trace absent", "absent: No such file"),
     ],

@@ -320,6 +320,31 @@ def test_the_page_names_the_trace_that_was_sent(page):
     assert "requests of ours.jsonl that fit" in page(found)
 
 
+def test_agents_are_compared_by_percentiles_with_intervals_over_requests(page):
+    def run(name, *times_ms):
+        found = replayed(name, times_ms)
+        return found | {"server": f"agents:{name}", "pool_blocks": 700, "rate": 3.5}
+
+    order = [("lru", 20.0, 40.0), ("active64", 10.0, 20.0)]
+    cells = {f"run={i} {one[0]}": run(*one) for i, one in enumerate([*order, *order[::-1]])}
+    sizes = {"agents_tokens": 400, "agents_share": 0.08, "agents_load": 0.8, "block_size": 16}
+    found = part("agents", {"closed lru": run("lru", 1.0)} | cells)
+    found["calls"] = [CALL | {"trace": "ours.jsonl", "sizes": sizes | {"agents_in_flight": 8}}]
+    text = page(found)
+    assert "700 blocks of 16 tokens (8 % of the trace's)" in text
+    assert "3.5 requests a second, 0.8 of what lru served in a closed loop of 8" in text
+    assert text.count("| lru | 2 | 25.00 | 30.0 / 39.0 / 39.8 | 1.0 |") == 2
+    assert "0.50 (0.50 to 0.50) / 0.50 (0.50 to 0.50) / 0.50 (0.50 to 0.50)." in text
+
+
+def test_an_interval_over_requests_covers_what_single_requests_move():
+    slow, same = [[10.0, 10.0, 10.0, 90.0]], [[10.0, 10.0, 10.0, 10.0]]
+    (p50, _, p99) = stats.percentile_ratios(slow, same)
+    assert p50[0] == 1.0
+    assert p99[0] > 8
+    assert (p99[1], p99[2]) == (1.0, 9.0)
+
+
 def test_paired_ratio_is_of_equal_keys_only():
     found = stats.paired_ratio({1: 2.0, 2: 8.0, 3: 99.0}, {1: 1.0, 2: 4.0, 4: 1.0})
     assert found == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0), 2)

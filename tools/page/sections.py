@@ -8,6 +8,7 @@ from page.stats import (
     mean_ttft_ms,
     median,
     paired_ratio,
+    percentile_ratios,
     percentiles,
     rounds,
     samples,
@@ -195,6 +196,30 @@ def trace(part: dict) -> str:
     cells = [c for key, c in part["cells"].items() if key.startswith("run=")]
     if not cells:
         return "Not measured."
+    first, sizes = cells[0], part["calls"][-1]["sizes"]
+    tokens = first["block_tokens"]
+    times = {}
+    for cell in reversed(cells):  # the first run of each
+        times[server_name(cell)] = dict(enumerate(ttfts_ms(samples(cell))))
+    ratio = paired_ratio(times.get("active64", {}), times.get("lru", {}))
+    return (
+        f"The first {first['requests']:,} requests of {_trace_name(part, first)} that fit the "
+        f"server, sent {first['speed']:.1f} times faster than recorded. Qwen3-0.6B shape, "
+        f"{sizes['mid_blocks']:,} blocks of {sizes['block_size']} tokens. Each block of the trace "
+        f"is sent as {tokens} tokens, whatever its size was, so the pool holds "
+        f"{sizes['mid_blocks'] * sizes['block_size'] // tokens:,} of them. Runs are listed in the "
+        f"order in which they were made.\n\n{_runs(cells)}"
+        "\n\nTTFT of active 64 divided by that of lru, for equal requests in the first run of "
+        f"each: {ratio_text(ratio)}."
+    )
+
+
+def _trace_name(part: dict, cell: dict) -> str:
+    # JSON from before calls named their trace is of this one.
+    return part["calls"][cell["call"]].get("trace") or "mooncake_conversation"
+
+
+def _runs(cells: list[dict]) -> str:
     rows = []
     for cell in cells:
         values = percentiles(ttfts_ms(samples(cell)))
@@ -207,24 +232,34 @@ def trace(part: dict) -> str:
                 f"{cell['requests'] / cell['elapsed_s']:.1f}",
             ]
         )
+    return table(["server", "requests", "hit %", "TTFT p50 / p95 / p99 ms", "requests/s"], rows)
+
+
+def agents(part: dict) -> str:
+    cells = [c for key, c in part["cells"].items() if key.startswith("run=")]
+    if not cells:
+        return "Not measured."
     first, sizes = cells[0], part["calls"][-1]["sizes"]
-    # JSON from before calls named their trace is of this one.
-    name = part["calls"][first["call"]].get("trace") or "mooncake_conversation"
-    tokens = first["block_tokens"]
-    times = {}
-    for cell in reversed(cells):  # the first run of each
-        times[server_name(cell)] = dict(enumerate(ttfts_ms(samples(cell))))
-    ratio = paired_ratio(times.get("active64", {}), times.get("lru", {}))
+    times: dict[str, list[list[float]]] = {}
+    for cell in cells:
+        times.setdefault(server_name(cell), []).append(ttfts_ms(samples(cell)))
+    ratios = ""
+    if len(times.get("active64", [])) == len(times.get("lru", [])):
+        found = percentile_ratios(times["active64"], times["lru"])
+        shown = (f"{v:.2f} ({low:.2f} to {high:.2f})" for v, low, high in found)
+        ratios = (
+            "\n\nTTFT p50 / p95 / p99 of active 64 divided by lru's, of all runs, with 95 % "
+            f"intervals over requests: {' / '.join(shown)}."
+        )
     return (
-        f"The first {first['requests']:,} requests of {name} that fit the server, sent "
-        f"{first['speed']:.1f} times faster than recorded. Qwen3-0.6B shape, "
-        f"{sizes['mid_blocks']:,} blocks of {sizes['block_size']} tokens. Each block of the trace "
-        f"is sent as {tokens} tokens, whatever its size was, so the pool holds "
-        f"{sizes['mid_blocks'] * sizes['block_size'] // tokens:,} of them. Runs are listed in the "
-        "order in which they were made.\n\n"
-        + table(["server", "requests", "hit %", "TTFT p50 / p95 / p99 ms", "requests/s"], rows)
-        + "\n\nTTFT of active 64 divided by that of lru, for equal requests in the first run of "
-        f"each: {ratio_text(ratio)}."
+        f"The first {first['requests']:,} requests of {_trace_name(part, first)} that fit the "
+        f"server and {sizes['agents_tokens']:,} tokens. Qwen3-8B shape, "
+        f"{first['pool_blocks']:,} blocks of {sizes['block_size']} tokens "
+        f"({100 * sizes['agents_share']:g} % of the trace's). Arrivals as recorded, "
+        f"{first['speed']:.1f} times as fast: {first['rate']:.1f} requests a second, "
+        f"{sizes['agents_load']:g} of what lru served in a closed loop of "
+        f"{sizes['agents_in_flight']}. Runs are listed in the order in which they were made.\n\n"
+        f"{_runs(cells)}{ratios}"
     )
 
 

@@ -101,6 +101,22 @@ def paired_ratio(a: dict, b: dict) -> tuple[float, float, float, int] | None:
     return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high)), len(keys)
 
 
+def percentile_ratios(
+    a: list[list[float]], b: list[list[float]], at: tuple[int, ...] = (50, 95, 99)
+) -> list[tuple[float, float, float]]:
+    """Return the ratio a/b of each percentile of all runs together, with its 95 % interval.
+
+    a, b: times of equal requests in equal order, one list a run. The interval is a bootstrap over
+    requests: it says nothing of how much a restart or another machine moves.
+    """
+    over, under = np.array(a), np.array(b)
+    draws = np.random.default_rng(SEED).integers(0, over.shape[1], (RESAMPLES // 4, over.shape[1]))
+    whole = np.percentile(over, at) / np.percentile(under, at)
+    drawn = [np.percentile(over[:, d], at) / np.percentile(under[:, d], at) for d in draws]
+    low, high = np.percentile(drawn, (2.5, 97.5), axis=0)
+    return [(float(v), float(x), float(y)) for v, x, y in zip(whole, low, high, strict=True)]
+
+
 def goodput(cells: list[dict], budget_ms: float) -> tuple[float, float]:
     """Return the share of requests whose TTFT is inside the budget, and how many a second."""
     times = [ms for cell in cells for ms in ttfts_ms(samples(cell))]

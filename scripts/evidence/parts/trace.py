@@ -7,7 +7,6 @@ import time
 from functools import partial
 
 from evidence.bench import OPEN_LOOP, Bench, Live, connected, one_use
-from evidence.plan import Sizes
 from evidence.samples import COLUMNS, samples
 from serving import shapes
 from serving.console import progress
@@ -68,24 +67,31 @@ async def trace(bench: Bench) -> None:
                 await bench.cell(
                     f"run={number} {name}",
                     1.2 * sizes.trace_cell_s + 5,
-                    partial(_replay, by_name[name], sizes, taken, faster),
+                    partial(replay, by_name[name], taken, sizes.trace_block_tokens, faster),
                     by_name[name].server,
                 )
 
 
-async def _replay(live: Live, sizes: Sizes, taken: list[TraceRow], faster: float) -> dict:
+async def replay(
+    live: Live, taken: list[TraceRow], block_tokens: int, speed: float, in_flight: int = OPEN_LOOP
+) -> dict:
+    """Send a slice of a trace to an emptied cache; returns what a cell keeps.
+
+    speed: how much faster than recorded; 0 sends in a closed loop of `in_flight` requests.
+    """
     plan, too_long = shapes.trace(
         Prompts(live.pool, "trace"),
         taken,
-        block_tokens=sizes.trace_block_tokens,
-        speed=faster,
+        block_tokens=block_tokens,
+        speed=speed,
         max_model_len=live.max_len,
         max_tokens=2,
     )
     await live.reset()
     before = live.policy()
     started = time.perf_counter()
-    results = await live.run(plan, OPEN_LOOP)
+    results = await live.run(plan, in_flight)
+    elapsed_s = time.perf_counter() - started
     rows = samples(results)
     asked = sum(row.prompt_tokens for row in rows)
     hit = sum(row.cached_tokens for row in rows)
@@ -93,9 +99,9 @@ async def _replay(live: Live, sizes: Sizes, taken: list[TraceRow], faster: float
     return {
         "requests": len(rows),
         "too_long": too_long,
-        "speed": faster,
-        "block_tokens": sizes.trace_block_tokens,
-        "elapsed_s": time.perf_counter() - started,
+        "speed": speed,
+        "block_tokens": block_tokens,
+        "elapsed_s": elapsed_s,
         "prompt_tokens": asked,
         "cached_tokens": hit,
         "columns": COLUMNS,

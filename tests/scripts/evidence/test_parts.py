@@ -7,6 +7,7 @@ import math
 import pytest
 
 from evidence.parts import cost
+from evidence.parts.agents import speed_for
 from evidence.parts.trace import trace_slice
 from evidence.samples import COLUMNS, Sample, median_ttft_ms, samples
 from serving.metrics import MetricsError
@@ -53,6 +54,12 @@ def test_a_trace_slice_is_never_empty():
     taken, faster = trace_slice([row(0, 99), row(9, 99)], 512, 10, 0.5, 1)
     assert len(taken) == 1
     assert faster > 0
+
+
+def test_arrivals_of_agents_are_as_many_a_second_as_asked_for():
+    rows = [row(at_ms, 4) for at_ms in (0, 100, 5000, 9000)]  # 3 gaps in 9 s
+    assert speed_for(rows, requests_per_s=1.0) == pytest.approx(3.0)
+    assert speed_for(rows[:1], requests_per_s=1.0) > 0
 
 
 METRICS = """\

@@ -9,6 +9,7 @@ import pytest
 
 from evidence import plan
 from evidence.parts import ttft
+from serving.traces import TraceRow
 
 SMALL = {
     "num_hidden_layers": 28,
@@ -51,6 +52,34 @@ def test_the_groups_that_run_together_fit_on_the_gpu(models):
     assert gib["large"] < sizes.budget_gib
     assert all(gib[group] < sizes.budget_gib for group in dict(sizes.tier_groups))
     assert sizes.budget_gib < 140
+
+
+def rows_of(*hash_ids):
+    return [TraceRow(1000 * i, 512 * len(h), 1, list(h), 512) for i, h in enumerate(hash_ids)]
+
+
+def test_the_agents_pool_is_a_share_of_what_is_sent():
+    sizes = replace(plan.GPU, agents_tokens=16 * 100_000, agents_share=0.25, large_max_len=1600)
+    rows = rows_of([], *[[0, 10 * i, 10 * i + 1] for i in range(1, 9001)], range(200))
+    taken = plan.agents_slice(sizes, rows)
+    assert taken == rows[1:9001], "one is empty, one longer than a server takes"
+    assert plan.agents_pool_blocks(sizes, taken) == round(0.25 * 18_001)
+    assert plan.agents_slice(replace(sizes, agents_tokens=16 * 10), rows) == rows[1:4]
+
+
+def test_the_agents_pool_holds_the_longest_request_of_a_server():
+    sizes = replace(plan.GPU, agents_share=0.01, large_max_len=1600)
+    assert plan.agents_pool_blocks(sizes, rows_of([1, 2, 3])) == 101
+
+
+def test_the_agents_servers_are_there_with_a_trace_only(models):
+    without = plan.specs(plan.GPU, *models, rehearse=False)
+    assert "agents" not in {spec.group for spec in without}
+    found = [s for s in plan.specs(plan.GPU, *models, False, 3000) if s.group == "agents"]
+    assert [(s.name, s.blocks, s.execution) for s in found] == [
+        ("lru", 3000, 0),
+        ("active64", 3000, 0),
+    ]
 
 
 def test_every_prompt_fits_its_server(models):
