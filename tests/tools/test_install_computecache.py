@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -713,6 +714,21 @@ def test_stale_bytecode_goes_and_other_bytecode_stays(tree):
     (caches / "computecache_policy.cpython-311.pyc").write_bytes(b"")
     assert install(tree, "--revert") == 0
     assert [path.name for path in caches.iterdir()] == ["block_pool_other.cpython-311.pyc"]
+
+
+def test_bytecode_that_python_never_checks_goes_also_from_another_folder(
+    tree, tmp_path, monkeypatch
+):
+    """As with PYTHONPYCACHEPREFIX, and with pyc files of mode unchecked-hash."""
+    never_checked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    beside = Path(py_compile.compile(str(target(tree)), invalidation_mode=never_checked))
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "elsewhere"))
+    apart = Path(py_compile.compile(str(target(tree)), invalidation_mode=never_checked))
+    assert beside.exists()
+    assert apart.is_relative_to(tmp_path / "elsewhere")
+    assert install(tree) == 0
+    assert not beside.exists()
+    assert not apart.exists()
 
 
 # All or nothing

@@ -150,9 +150,12 @@ def test_a_server_that_sends_the_key_back_does_not_make_it_known(fake, path, key
     assert not [spelling for spelling in spellings(key) if spelling in said]
 
 
-def test_passwords_of_proxies_addresses_and_grafana_are_secrets_too(monkeypatch):
+def test_passwords_of_proxies_addresses_redis_and_grafana_are_secrets_too(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-pass%21word@far.example:3128")
+    monkeypatch.setenv("REDIS_PASSWORD", "redis-password")
+    monkeypatch.setenv("LMCACHE_RESP_PASSWORD", "resp-password")
     secret.remember_environment()
+    assert secret.redacted("redis-password resp-password") == "[secret] [secret]"
     secret.remember_address("http://me:address-password@far.example:8000")
     secret.remember_settings({"GRAFANA_ADMIN_PASSWORD": "grafana-password", "MODEL": "some-model"})
     text = "proxy-pass!word proxy-pass%21word address-password grafana-password some-model"
