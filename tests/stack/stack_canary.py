@@ -137,7 +137,9 @@ class CanaryProject:
 
     def asked(self) -> str | None:
         """Return the mode that the container was made with, None while there is no such one."""
-        found = self.container().split()
+        # Compose fails where a container goes while it is listed.
+        ids = ("docker", "compose", "ps", "-a", "-q", "vllm")
+        found = self.project.run(*ids, check=False).stdout.split()
         if len(found) != 1:
             return None
         form = "{{range .Config.Env}}{{println .}}{{end}}"

@@ -79,6 +79,8 @@ def inner(folder):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                # Tests that were started in the background have inherited that Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
         )
         return started[-1]
